@@ -1,0 +1,3 @@
+from calibeam.cli import main
+
+main()

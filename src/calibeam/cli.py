@@ -1,0 +1,195 @@
+"""The command line: one verb per stage, `run` for all of them, `calibrate-model` for one's own model.
+
+Nothing heavy is imported before a stage runs, so help and mistakes in a recipe are answered at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+import calibeam
+from calibeam import display, pipeline, recipe, stages
+from calibeam.records import CalibeamError
+
+app = typer.Typer(
+    add_completion=False,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Calibrate a sequence-to-sequence model so that the likelihood of its outputs ranks them by quality.\n\n"
+    "Start with your own model:\n\n"
+    "  calibeam calibrate-model --model MODEL --train train.jsonl --validation val.jsonl --output DIR\n\n"
+    "or run every stage of a recipe:\n\n"
+    "  calibeam run recipe.toml",
+)
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[RECIPE.toml] [KEY=VALUE]...", show_default=False, help="a recipe, then settings that override it"),
+]
+Force = Annotated[bool, typer.Option("--force", help="make it again where the settings or inputs have changed")]
+
+
+def main() -> None:
+    _quiet()
+    try:
+        app()
+    except CalibeamError as error:
+        display.complain(str(error))
+        sys.exit(2)
+    except KeyboardInterrupt:
+        display.complain("interrupted; nothing half-written was left behind")
+        sys.exit(130)
+
+
+@app.command()
+def run(
+    recipe_file: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[STAGE.KEY=VALUE]...")] = None,
+    force: Force = False,
+) -> None:
+    """Run every stage of a recipe in order, skipping what is done and verified.
+
+    Reads:   a recipe, and the files and model it names
+    Writes:  a folder per stage under the recipe's output folder, report.html and model/
+    Example: calibeam run recipes/demo.toml calibrate.learning_rate=1e-4
+    """
+    tables = recipe.override(recipe.read(recipe_file), settings or [])
+    pipeline.run(tables, force=force)
+    pipeline.finish(tables)
+
+
+def _stage_command(name: str) -> Any:
+    def command(arguments: Arguments = None, force: Force = False) -> None:
+        given = list(arguments or [])
+        if given and "=" not in given[0]:
+            tables = recipe.override(recipe.read(Path(given[0])), given[1:], table=name)
+            pipeline.run(tables, only=name, force=force)
+        else:
+            values = recipe.override({}, given, table=name).get(name, {})
+            pipeline.Step(name, recipe.build(stages.load(name).Config, name, values)).run(force=force)
+
+    return command
+
+
+class _StageHelp(typer.core.TyperCommand):
+    """A stage's help: what it reads and writes, an example, and every setting with its default."""
+
+    def format_help(self, context: Any, formatter: Any) -> None:
+        module = stages.load(str(self.name))
+        self.help = f"{module.__doc__}\nSettings:\n\n{_settings_help(module.Config)}".replace("\n\n", "\n\n\b\n")
+        super().format_help(context, formatter)
+
+
+def _settings_help(config_class: type) -> str:
+    lines = []
+    for field in dataclasses.fields(config_class):
+        required = field.default is dataclasses.MISSING
+        default = "needed" if required else f"default {_toml(recipe.plain(field.default))}"
+        choices = field.metadata["choices"]
+        listed = f" ({', '.join(filter(None, choices()))})" if choices else ""
+        lines.append(f"  {field.name:24} {field.metadata['help']}{listed}; {default}")
+    return "\n".join(lines)
+
+
+def _toml(value: Any) -> str:
+    if value is None or value == "":
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+for _name, _summary in stages.STAGES.items():
+    app.command(_name, cls=_StageHelp, short_help=_summary, help=_summary)(_stage_command(_name))
+
+
+@app.command("calibrate-model")
+def calibrate_model(
+    model: Annotated[str, typer.Option(help="a fine-tuned encoder-decoder: a folder or a Hugging Face Hub id")],
+    train: Annotated[Path, typer.Option(help="training rows: JSONL, CSV, TSV or Parquet")],
+    validation: Annotated[Path, typer.Option(help="validation rows, likewise")],
+    output: Annotated[Path, typer.Option(help="where the calibrated checkpoint goes")],
+    test: Annotated[Path | None, typer.Option(help="test rows; without them, half of the validation rows are held out")] = None,
+    source_column: Annotated[str, typer.Option(help="the column of the source text")] = "source",
+    target_column: Annotated[list[str] | None, typer.Option(help="a column of references; may be given several times")] = None,
+    id_column: Annotated[str, typer.Option(help="the column of the row's id")] = "id",
+    bad_rows: Annotated[str, typer.Option(help="error or skip: what to do with rows that cannot be used")] = "error",
+    max_source_length: Annotated[int, typer.Option(help="source tokens; longer sources are cut")] = 512,
+    max_target_length: Annotated[int, typer.Option(help="target and output tokens")] = 128,
+    num_candidates: Annotated[int, typer.Option(help="candidates per training source")] = 15,
+    learning_rate: Annotated[float, typer.Option(help="of calibration: the one setting worth trying several of")] = 1e-5,
+    work: Annotated[Path | None, typer.Option(help="folder of the stages; OUTPUT-work if not given")] = None,
+    settings: Annotated[list[str] | None, typer.Argument(metavar="[STAGE.KEY=VALUE]...", help="any other setting")] = None,
+    force: Force = False,
+) -> None:
+    """Calibrate your own fine-tuned model: decode, score, calibrate, evaluate, and write a checkpoint.
+
+    Reads:   a fine-tuned T5, BART, PEGASUS or other encoder-decoder, and files of source and target rows
+
+    Writes:  OUTPUT, an ordinary Hugging Face checkpoint with tokenizer, generation config and model card,
+    which AutoModelForSeq2SeqLM.from_pretrained loads without calibeam; and report.html beside the stages
+
+    Example: calibeam calibrate-model --model my-t5 --train train.jsonl --validation val.jsonl --output my-t5-calibrated
+    """
+    lengths = {"max_source_length": max_source_length, "max_target_length": max_target_length}
+    place = work or output.with_name(f"{output.name}-work")
+    tables: dict[str, Any] = {
+        "output": str(place),
+        "model": model,
+        "prepare": {
+            "train": str(train), "validation": str(validation), "test": str(test or ""), "bad_rows": bad_rows,
+            "source_column": source_column, "target_columns": target_column or ["target"], "id_column": id_column,
+        },
+        "decode": {
+            "num_candidates": num_candidates, "max_source_length": max_source_length, "max_new_tokens": max_target_length,
+        },
+        "score": {"max_target_length": max_target_length},
+        "calibrate": {"learning_rate": learning_rate, **lengths},
+        "evaluate": {"max_new_tokens": max_target_length, **lengths},
+        "export": {"output": str(output)},
+    }  # fmt: skip
+    tables = recipe.override(tables, settings or [])
+    pipeline.run(tables, force=force)
+    pipeline.finish(tables)
+
+
+@app.command()
+def doctor() -> None:
+    """Say what this machine has (torch, GPU, memory, extras) and what that means.
+
+    Reads:   nothing
+
+    Writes:  nothing
+
+    Example: calibeam doctor
+    """
+    from calibeam import doctor as examination
+
+    examination.run()
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"calibeam {calibeam.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _top(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="print the version")] = False,
+) -> None:
+    pass
+
+
+def _quiet() -> None:
+    """Our own progress bars, not Hugging Face's; errors without their advertisements."""
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    logging.getLogger("calibeam").addHandler(logging.StreamHandler())

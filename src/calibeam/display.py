@@ -1,0 +1,69 @@
+"""What a person sees in the terminal: progress, tables, notes. Text from data is never taken as markup."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TypeVar
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+T = TypeVar("T")
+console = Console()
+errors = Console(stderr=True)
+
+
+def clean(text: object) -> str:
+    """Without control characters, which could move the cursor or worse, and without markup."""
+    return escape(re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]", "", str(text)))
+
+
+def say(text: str, style: str = "") -> None:
+    console.print(clean(text), style=style, highlight=False)
+
+
+def complain(text: str) -> None:
+    errors.print(f"[bold red]error:[/] {clean(text)}", highlight=False, soft_wrap=True)
+
+
+class Bar:
+    """A progress bar: examples or steps done, speed, time left, and the figures that matter."""
+
+    def __init__(self, description: str, total: int) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+            TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"), console=console,
+        )  # fmt: skip
+        self._task = self._progress.add_task(clean(description), total=total, figures="")
+
+    def __enter__(self) -> Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    def advance(self, done: int = 1, figures: str = "") -> None:
+        self._progress.advance(self._task, done)
+        if figures:
+            self._progress.update(self._task, figures=clean(figures))
+
+
+def track(items: Sequence[Sequence[T]], description: str) -> Iterator[Sequence[T]]:
+    """Batches, with a bar that counts what is in them."""
+    with Bar(description, sum(map(len, items))) as bar:
+        for batch in items:
+            yield batch
+            bar.advance(len(batch))
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    grid = Table(title=clean(title), title_justify="left", title_style="bold")
+    for index, column in enumerate(columns):
+        grid.add_column(clean(column), justify="left" if index == 0 else "right")
+    for row in rows:
+        grid.add_row(*(clean(cell) for cell in row))
+    console.print(grid)

@@ -1,0 +1,24 @@
+"""log P of given outputs, differentiable."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from calibeam import seq2seq
+from calibeam.paper import likelihood
+
+
+def sequence_log_p(
+    model: Any, input_ids: Tensor, attention_mask: Tensor, token_ids: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """log P(y|x) of token_ids [batch, candidates, length], as `decode` returns them. [batch, candidates]
+
+    Without a mask of the tokens that count, a sequence counts up to its end token, and wholly if it has none.
+    """
+    states = seq2seq.encode(model, input_ids, attention_mask)
+    logits = seq2seq.force(model, states, attention_mask, token_ids).logits
+    if mask is None:
+        mask = seq2seq.sequence_mask(token_ids, seq2seq.special_ids(model).eos)
+    return likelihood.sequence_log_p(likelihood.token_log_p(logits, token_ids), mask)

@@ -1,0 +1,77 @@
+"""Equation 1: the calibration losses.
+
+Each takes log P(y_hat|x) [batch, candidates], the candidates' similarity to the target, a mask of the
+candidates that exist, and beta; and returns one loss per example [batch]. They are summed over the
+terms of the equation and never normalised by length.
+
+Rank and margin are losses of one pair, "uniformly sampled" among the pairs of different similarity.
+Given more than two candidates they return the mean over all such pairs, which is the expectation of
+that sample; `sample_pair` picks the pair beforehand, so that only two candidates need the model.
+An example without such a pair (ties, a single candidate) has loss 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+
+def rank(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """max(0, beta - log P(y+|x) + log P(y-|x))"""
+    return _mean_over_pairs((beta - _gap(log_p)).clamp(min=0), ordered_pairs(similarity, mask))
+
+
+def margin(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """max(0, beta (s(y+) - s(y-)) - log P(y+|x) + log P(y-|x))"""
+    return _mean_over_pairs((beta * _gap(similarity) - _gap(log_p)).clamp(min=0), ordered_pairs(similarity, mask))
+
+
+def list_rank(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """sum_{i<j} max(0, beta |i-j| - log P(y_i|x) + log P(y_j|x)), candidates sorted by similarity, best first"""
+    order = similarity.masked_fill(~mask, float("-inf")).argsort(dim=-1, descending=True, stable=True)
+    log_p, mask = log_p.gather(-1, order), mask.gather(-1, order)
+    position = mask.new_ones(mask.shape).cumsum(-1)
+    pairs = (position[..., :, None] < position[..., None, :]) & mask[..., :, None] & mask[..., None, :]
+    distance = _gap(position).abs()
+    return (beta * distance - _gap(log_p)).clamp(min=0).masked_fill(~pairs, 0.0).sum((-1, -2))
+
+
+def reward(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """sum_i -s(y_i) P(y_i|x) / sum_j P(y_j|x); beta plays no part"""
+    share = log_p.masked_fill(~mask, float("-inf")).softmax(-1)
+    return -(similarity * share).masked_fill(~mask, 0.0).sum(-1)
+
+
+CALIBRATION_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {
+    "rank": rank,
+    "margin": margin,
+    "list_rank": list_rank,
+    "reward": reward,
+}
+PAIR_LOSSES = frozenset({rank, margin})
+
+
+def ordered_pairs(similarity: Tensor, mask: Tensor) -> Tensor:
+    """[batch, i, j]: candidates i and j exist and s(i) > s(j)."""
+    return (_gap(similarity) > 0) & mask[..., :, None] & mask[..., None, :]
+
+
+def sample_pair(similarity: Tensor, mask: Tensor, generator: Generator | None = None) -> Tensor:
+    """(y+, y-), uniform among the pairs with s(y+) > s(y-). [batch, 2] indices; any two where there is none."""
+    pairs = ordered_pairs(similarity, mask).flatten(-2).float()
+    pairs = pairs.masked_fill(pairs.sum(-1, keepdim=True) == 0, 1.0)
+    drawn = pairs.multinomial(1, generator=generator)
+    size = similarity.shape[-1]
+    return drawn.div(drawn.new_tensor([size, 1]), rounding_mode="floor") % size
+
+
+def _gap(values: Tensor) -> Tensor:
+    """values_i - values_j, [..., i, j]"""
+    return values[..., :, None] - values[..., None, :]
+
+
+def _mean_over_pairs(loss: Tensor, pairs: Tensor) -> Tensor:
+    return loss.masked_fill(~pairs, 0.0).sum((-1, -2)) / pairs.sum((-1, -2)).clamp(min=1)

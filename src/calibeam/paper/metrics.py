@@ -1,0 +1,156 @@
+"""Section 3.2 and 3.4, appendix A: what is measured. Pure functions of strings and arrays.
+
+ROUGE is computed by the package `rouge-score`, as in the paper; our part is to stem each distinct
+word once.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+import warnings
+from collections.abc import Sequence
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import numpy as np
+
+ROUGE_KINDS = ("rouge1", "rouge2", "rougeLsum")
+
+
+def rouge(
+    predictions: Sequence[str],
+    references: Sequence[str | Sequence[str]],
+    *,
+    kinds: Sequence[str] = ROUGE_KINDS,
+    stem: bool = True,
+) -> dict[str, np.ndarray]:
+    """Precision, recall and F of every prediction, by kind: float64 [examples, 3].
+
+    Where a reference is a list of strings, the one of highest F counts. rougeLsum takes sentences to
+    be separated by newlines, which the caller has to put there.
+    """
+    import numpy as np
+
+    if len(predictions) != len(references):
+        raise ValueError(f"{len(predictions)} predictions but {len(references)} references")
+    scorer = _rouge_scorer(tuple(kinds), stem)
+    scores = {kind: np.zeros((len(predictions), 3)) for kind in kinds}
+    for row, (prediction, reference) in enumerate(zip(predictions, references, strict=True)):
+        best = scorer.score_multi([reference] if isinstance(reference, str) else list(reference), prediction)
+        for kind in kinds:
+            scores[kind][row] = best[kind]
+    _warn_of_invisible_text(predictions)
+    return scores
+
+
+def geometric_mean(rouge1: float, rouge2: float, rouge_l: float) -> float:
+    """The cube root of R1 R2 RL: one dataset's term of R_m."""
+    return float((rouge1 * rouge2 * rouge_l) ** (1 / 3))
+
+
+def r_m(datasets: Sequence[tuple[float, float, float]]) -> float:
+    """R_m = 1/D sum_d (R1 R2 RL)^(1/3), over datasets' (R1, R2, RLsum)"""
+    return sum(geometric_mean(*scores) for scores in datasets) / len(datasets)
+
+
+def has_repetition(text: str) -> bool:
+    """Whether any word n-gram is followed at once by itself ("the the", "of a of a"), case and punctuation aside."""
+    words = re.findall(r"\w+", text.lower())
+    for n in range(1, len(words) // 2 + 1):
+        run = 0  # of positions in a row whose word stands again n words later
+        for here, later in zip(words, words[n:], strict=False):
+            run = run + 1 if here == later else 0
+            if run == n:
+                return True
+    return False
+
+
+def repetition_rate(texts: Sequence[str]) -> float:
+    """rep%: the share of texts that hold any consecutively repeated word n-gram."""
+    return sum(map(has_repetition, texts)) / len(texts) if texts else 0.0
+
+
+def coverage_and_density(source: str, target: str) -> tuple[float, float]:
+    """Extractive fragment coverage and density of Grusky et al. (2018), on lower-cased words.
+
+    Fragments are the longest shared word sequences, found greedily from left to right in the target;
+    coverage is the share of the target's words in them, density their mean squared length per word.
+    """
+    words, summary = _words(source), _words(target)
+    if not summary:
+        return 0.0, 0.0
+    places: dict[str, list[int]] = {}
+    for position, word in enumerate(words):
+        places.setdefault(word, []).append(position)
+    fragments, i = [], 0
+    while i < len(summary):
+        longest = 0
+        for j in places.get(summary[i], ()):
+            length = 0
+            while i + length < len(summary) and j + length < len(words) and summary[i + length] == words[j + length]:
+                length += 1
+            longest = max(longest, length)
+        if longest:
+            fragments.append(longest)
+        i += max(longest, 1)
+    return sum(fragments) / len(summary), sum(f * f for f in fragments) / len(summary)
+
+
+def pair_agreement(log_p: Sequence[float], quality: Sequence[float]) -> tuple[float, int]:
+    """(pairs ordered by log_p as by quality, pairs of different quality); equal log_p counts one half."""
+    agreeing, pairs = 0.0, 0
+    for i in range(len(quality)):
+        for j in range(i):
+            if quality[i] != quality[j]:
+                pairs += 1
+                same = (log_p[i] - log_p[j]) * (quality[i] - quality[j])
+                agreeing += 1.0 if same > 0 else 0.5 if same == 0 else 0.0
+    return agreeing, pairs
+
+
+def kendall_tau(log_p: Sequence[float], quality: Sequence[float]) -> float | None:
+    """Kendall's tau-b; None where either is constant."""
+    balance, pairs, distinct_p, distinct_q = 0, 0, 0, 0
+    for i in range(len(quality)):
+        for j in range(i):
+            p, q = log_p[i] - log_p[j], quality[i] - quality[j]
+            pairs, distinct_p, distinct_q = pairs + 1, distinct_p + (p != 0), distinct_q + (q != 0)
+            balance += (p * q > 0) - (p * q < 0)
+    return balance / (distinct_p * distinct_q) ** 0.5 if distinct_p and distinct_q else None
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+|[^\w\s]", text.lower())
+
+
+@cache
+def _rouge_scorer(kinds: tuple[str, ...], stem: bool) -> Any:
+    from rouge_score import rouge_scorer
+
+    return rouge_scorer.RougeScorer(list(kinds), tokenizer=_Tokenizer(stem))
+
+
+class _Tokenizer:
+    """rouge-score's tokenisation, each distinct word stemmed once."""
+
+    def __init__(self, stem: bool) -> None:
+        from nltk.stem.porter import PorterStemmer
+
+        self._stem = cache(PorterStemmer().stem) if stem else None
+
+    def tokenize(self, text: str) -> list[str]:
+        words = re.findall(r"[a-z0-9]+", text.lower())
+        return [self._stem(word) if len(word) > 3 else word for word in words] if self._stem else words
+
+
+def _warn_of_invisible_text(texts: Sequence[str]) -> None:
+    """rouge-score sees a-z and 0-9 alone: text in another script scores a silent 0."""
+    unseen = sum(not re.search(r"[a-zA-Z0-9]", text) and any(map(_is_letter, text)) for text in texts)
+    if unseen:
+        warnings.warn(f"ROUGE knows Latin letters and digits only: {unseen} texts have none and score 0", stacklevel=3)
+
+
+def _is_letter(character: str) -> bool:
+    return unicodedata.category(character).startswith("L")

@@ -1,0 +1,100 @@
+"""A whole run: which stages a recipe asks for, and which folder each reads.
+
+The top of a recipe has `output`, the folder of the run, and `model`, the model it begins with. A
+`[finetune]` table asks for fine-tuning; without one, `model` is taken as fine-tuned already. A
+`[create]` table makes the model to begin with. All other stages always run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calibeam import display, recipe, stages, store
+from calibeam.records import CalibeamError
+
+TOP = {"output": str, "model": str}
+ASKED_FOR = frozenset({"create", "finetune"})
+
+
+@dataclass(frozen=True)
+class Step:
+    stage: str
+    config: Any
+
+    def run(self, *, force: bool = False) -> Path:
+        return stages.load(self.stage).run(self.config, force=force)
+
+
+def plan(tables: dict[str, Any]) -> list[Step]:
+    """The steps of a run, every setting resolved and checked before any of them starts."""
+    check_tables(tables)
+    if "output" not in tables:
+        raise CalibeamError("the recipe needs output, the folder of the run")
+    steps = [
+        Step(name, recipe.build(stages.load(name).Config, name, {**inputs, **tables.get(name, {})}))
+        for name, inputs in _steps(tables)
+    ]
+    # A table that names its own output asks for one folder, so for one step: both evaluations would write it.
+    return list({step.config.output: step for step in reversed(steps)}.values())[::-1]
+
+
+def run(tables: dict[str, Any], *, only: str | None = None, force: bool = False) -> list[Step]:
+    """Run the steps in order, or those of one stage; what is done and verified is skipped."""
+    steps = [step for step in plan(tables) if only in (None, step.stage)]
+    if not steps:
+        raise CalibeamError(f"the recipe has no [{only}] table")
+    for number, step in enumerate(steps, start=1):
+        display.say(f"[{number}/{len(steps)}] {step.stage} -> {step.config.output}", style="bold")
+        step.run(force=force)
+    return steps
+
+
+def check_tables(tables: dict[str, Any]) -> None:
+    for key, value in tables.items():
+        if key in TOP:
+            if not isinstance(value, TOP[key]):
+                raise CalibeamError(f"{key} must be a string, got {value!r}")
+        elif key not in stages.STAGES:
+            raise CalibeamError(f"unknown key {key}{recipe.nearest(key, {*TOP, *stages.STAGES})}")
+        elif not isinstance(value, dict):
+            raise CalibeamError(f"{key} is a stage: write its settings in a table [{key}]")
+
+
+def _steps(tables: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
+    """Every stage's name, with the folders it reads and writes."""
+    root = Path(tables["output"])
+
+    def at(*names: str) -> str:
+        return str(root.joinpath(*names))
+
+    data = {"data": at("prepare")}
+    start = at("create") if "create" in tables else tables.get("model")
+    tuned = at("finetune") if "finetune" in tables else start
+    if start is None:
+        raise CalibeamError("the recipe needs model: a folder or a Hugging Face Hub id (or a [create] table)")
+    before, after = at("evaluate", "finetuned"), at("evaluate", "calibrated")
+
+    yield "prepare", {"output": at("prepare")}
+    if "create" in tables:
+        yield "create", {**data, "output": at("create")}
+    if "finetune" in tables:
+        yield "finetune", {**data, "model": start, "output": at("finetune")}
+    yield "decode", {**data, "model": tuned, "output": at("decode")}
+    yield "score", {**data, "model": tuned, "candidates": at("decode"), "output": at("score")}
+    yield "calibrate", {**data, "model": tuned, "scored": at("score"), "output": at("calibrate")}
+    yield "evaluate", {**data, "model": tuned, "output": before}
+    yield "evaluate", {**data, "model": at("calibrate"), "reference": tuned, "output": after}
+    yield "report", {"before": before, "after": after, "calibrated": at("calibrate"), "output": at("report")}
+    yield "export", {"before": before, "after": after, "calibrated": at("calibrate"), "output": at("model")}
+
+
+def finish(tables: dict[str, Any]) -> None:
+    """Put the report where a person looks for it, and say where things are."""
+    report, export = (next(step.config for step in plan(tables) if step.stage == name) for name in ("report", "export"))
+    page = Path(tables["output"]) / "report.html"
+    store.write_file(page, (Path(report.output) / "report.html").read_text(encoding="utf-8"))
+    display.say(f"checkpoint: {export.output}", style="bold green")
+    display.say(f"report:     {page}", style="bold green")

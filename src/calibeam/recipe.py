@@ -1,0 +1,194 @@
+"""Recipes: a TOML file with one table per stage, and `key=value` overrides.
+
+Defaults come from the stages' `Config` classes, the recipe's tables override them, and `key=value`
+overrides both. An unknown key, a wrong type or a value out of range is an error that names the
+nearest right one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from calibeam.records import CalibeamError
+
+
+def option(
+    default: Any = dataclasses.MISSING,
+    help: str = "",
+    *,
+    choices: Callable[[], Iterable[str]] | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    above: float | None = None,
+    identity: bool = True,
+) -> Any:
+    """A field of a Config. `identity=False` for what does not change a stage's result: places, devices, batch sizes."""
+    limits = {"choices": choices, "at_least": at_least, "at_most": at_most, "above": above}
+    return dataclasses.field(default=default, metadata={"help": help, "identity": identity, **limits})
+
+
+@dataclass(frozen=True, kw_only=True)
+class StageConfig:
+    """What every stage has: a place to write to. Checked when made, from a recipe or from Python."""
+
+    output: str = option(help="the folder to write", identity=False)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check(field, _types_of(type(self))[field.name], getattr(self, field.name))
+
+    def identity(self) -> dict[str, Any]:
+        """The settings that determine the stage's result, as plain data."""
+        return {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["identity"]}
+
+    def resolved(self) -> dict[str, Any]:
+        return {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+def plain(value: Any) -> Any:
+    """As JSON and TOML would have it; a function by its name."""
+    if callable(value):
+        return f"{value.__module__}.{value.__qualname__}"
+    if isinstance(value, tuple | list):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    return value
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A recipe's tables, unchecked."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CalibeamError(f"no recipe at {path}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CalibeamError(f"recipe {path} cannot be read: {error}") from error
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise CalibeamError(f"recipe {path} is not valid TOML: {error}") from error
+
+
+def override(tables: dict[str, Any], assignments: Sequence[str], table: str | None = None) -> dict[str, Any]:
+    """The tables with `key=value` or `stage.key=value` put in; a bare key belongs to `table`, or to the top."""
+    result = {key: dict(value) if isinstance(value, dict) else value for key, value in tables.items()}
+    for assignment in assignments:
+        path, separator, text = assignment.partition("=")
+        if not separator or not path.strip():
+            raise CalibeamError(f"{assignment!r} is not key=value")
+        *parents, key = path.strip().split(".")
+        if not parents and table is not None:
+            parents = [table]
+        place = result
+        for parent in parents:
+            place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise CalibeamError(f"{path.strip()}: {parent} is not a table")
+        place[key] = _value(text.strip())
+    return result
+
+
+def build(config_class: type[StageConfig], table: str, values: dict[str, Any]) -> Any:
+    """A stage's Config from a recipe table, with errors that name the table."""
+    known = {field.name for field in dataclasses.fields(config_class)}
+    for key in values:
+        if key not in known:
+            raise CalibeamError(f"unknown key {table}.{key}{nearest(key, known)}")
+    missing = [
+        field.name
+        for field in dataclasses.fields(config_class)
+        if field.default is dataclasses.MISSING and field.name not in values
+    ]
+    if missing:
+        raise CalibeamError(f"{table} needs {' and '.join(missing)}")
+    try:
+        return config_class(**{key: _tuples(value) for key, value in values.items()})
+    except CalibeamError as error:
+        raise CalibeamError(f"{table}.{error}") from None
+
+
+def nearest(key: str, known: Iterable[str]) -> str:
+    known = sorted(known)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else f"; known are {', '.join(known)}"
+
+
+def _value(text: str) -> Any:
+    """A TOML value, or the text itself where it is none: paths and names need no quotes."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _tuples(value: Any) -> Any:
+    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+
+
+def _types_of(config_class: type) -> dict[str, Any]:
+    return typing.get_type_hints(config_class)
+
+
+def _check(field: dataclasses.Field[Any], wanted: Any, value: Any) -> None:
+    name, rules = field.name, field.metadata
+    if not _fits(value, wanted):
+        raise CalibeamError(f"{name} must be {_describe(wanted)}, got {value!r}")
+    if rules["choices"] is not None and not callable(value):
+        allowed = list(rules["choices"]())
+        for item in value if isinstance(value, tuple) else (value,):
+            if item not in allowed:
+                raise CalibeamError(f"{name} must be one of {', '.join(allowed)}, got {item!r}{_hint(item, allowed)}")
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, bool) or not isinstance(number, int | float):
+            continue
+        if rules["at_least"] is not None and not number >= rules["at_least"]:
+            raise CalibeamError(f"{name} must be at least {rules['at_least']}, got {number}")
+        if rules["above"] is not None and not number > rules["above"]:
+            raise CalibeamError(f"{name} must be above {rules['above']}, got {number}")
+        if rules["at_most"] is not None and not number <= rules["at_most"]:
+            raise CalibeamError(f"{name} must be at most {rules['at_most']}, got {number}")
+
+
+def _hint(item: Any, allowed: list[str]) -> str:
+    close = difflib.get_close_matches(str(item), allowed, n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def _fits(value: Any, wanted: Any) -> bool:
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    if wanted is Any:
+        return True
+    if origin in (typing.Union, types.UnionType):
+        return any(_fits(value, one) for one in arguments)
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(isinstance(key, str) for key in value)
+    if wanted is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    if wanted is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    if wanted is types.NoneType:
+        return value is None
+    return callable(value) if origin is Callable or wanted is Callable else isinstance(value, wanted)
+
+
+def _describe(wanted: Any) -> str:
+    origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
+    names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", types.NoneType: "nothing"}
+    if wanted in names:
+        return names[wanted]
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(_describe(one) for one in arguments)
+    if origin is tuple:
+        return f"a list, each {_describe(arguments[0])}"
+    return "a table" if origin is dict else "a function"

@@ -1,0 +1,61 @@
+"""What passes between rooms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class CalibeamError(Exception):
+    """Something the user can mend. The command line prints the message alone, without a stack trace."""
+
+
+@dataclass(frozen=True)
+class Example:
+    """One row of a prepared dataset: a source and its references."""
+
+    id: str
+    source: str
+    targets: tuple[str, ...]
+
+
+class Candidates(NamedTuple):
+    """What `calibeam.decode` returns, best first.
+
+    Where one source of a batch has fewer candidates than another, its last rows are all padding and
+    their log_p is -inf.
+    """
+
+    token_ids: Tensor
+    """int64 [batch, candidates, length], without the start token, padded with the pad id."""
+    log_p: Tensor
+    """float32 [batch, candidates], the plain sum of token log-probs."""
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Output sequences of a batch of sources, as a similarity function sees them.
+
+    States and embeddings are computed when first asked for.
+    """
+
+    texts: list[list[str]]
+    mask: Tensor
+    """bool [batch, sequences, length]"""
+    _decoder_states: Callable[[], Tensor] = field(repr=False)
+    _token_embeddings: Callable[[], Tensor] = field(repr=False)
+
+    @cached_property
+    def decoder_states(self) -> Tensor:
+        """[batch, sequences, length, size]: the decoder's output states, given the source."""
+        return self._decoder_states()
+
+    @cached_property
+    def token_embeddings(self) -> Tensor:
+        """[batch, sequences, length, size]: the model's input embeddings of the tokens."""
+        return self._token_embeddings()

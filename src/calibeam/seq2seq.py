@@ -1,0 +1,329 @@
+"""The only door to Hugging Face: find, load and save a model, tokenise and collate, run it.
+
+Every `AutoModelForSeq2SeqLM` goes through the same few calls; what differs by family (a tied head's
+scale, a logits bias, kinds of positions) stays inside Hugging Face's own forward pass.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+from transformers.modeling_outputs import BaseModelOutput
+
+from calibeam.records import CalibeamError
+
+log = logging.getLogger("calibeam")
+
+# A first output token that the family's format needs: the code of the language to write in.
+LANGUAGE_CODE_FAMILIES = frozenset({"mbart", "m2m_100", "nllb-moe"})
+# What a checkpoint's generation config may ask for and our search leaves out, with its neutral value.
+DECODING_HEURISTICS: dict[str, Any] = {
+    "length_penalty": 1.0,  # generate's default, which the search ignores all the same
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "diversity_penalty": 0.0,
+    "min_length": 0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "exponential_decay_length_penalty": None,
+    "sequence_bias": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+}
+DEFAULT_NUM_BEAMS = 5
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
+
+
+class SpecialIds(NamedTuple):
+    start: int
+    pad: int
+    eos: tuple[int, ...]
+    forced_first: int | None
+
+
+@dataclass(frozen=True)
+class Seq2Seq:
+    """A model and the tokenizer that fits it."""
+
+    model: Any
+    tokenizer: Any
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def ids(self) -> SpecialIds:
+        return special_ids(self.model)
+
+    def encode_sources(self, texts: Sequence[str], max_length: int) -> tuple[list[list[int]], int]:
+        """Token ids of the sources, cut to max_length, and how many were cut."""
+        return self._encode({"text": list(texts)}, max_length)
+
+    def encode_targets(self, texts: Sequence[str], max_length: int) -> tuple[list[list[int]], int]:
+        """Token ids of the targets as the decoder has to write them: without a start token, ending with one eos."""
+        rows, cut = self._encode({"text_target": list(texts)}, max_length)
+        return [_end_once(ids, self.ids.eos, max_length) for ids in rows], cut
+
+    def _encode(self, texts: dict[str, list[str]], max_length: int) -> tuple[list[list[int]], int]:
+        if not next(iter(texts.values())):
+            return [], 0
+        rows = self.tokenizer(**texts, truncation=True, max_length=max_length)["input_ids"]
+        # Full rows are the only ones that can have been cut; tokenise those again to know.
+        full = {key: [t for t, ids in zip(some, rows, strict=True) if len(ids) >= max_length] for key, some in texts.items()}
+        whole = self.tokenizer(**full, verbose=False)["input_ids"] if next(iter(full.values())) else []
+        return rows, sum(len(ids) > max_length for ids in whole)
+
+    def text(self, token_ids: Iterable[int]) -> str:
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True).strip()
+
+    def batch(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
+        """Token ids, padded, and the mask of those that are not padding. [rows, longest], int64 and bool"""
+        ids, mask = pad_rows(rows, self.ids.pad)
+        return ids.to(self.device), mask.to(self.device)
+
+
+class Forced(NamedTuple):
+    """What the decoder says when it is made to write given sequences."""
+
+    logits: Tensor
+    """[batch, sequences, length, vocabulary]"""
+    states: Tensor
+    """[batch, sequences, length, size]"""
+
+
+def locate(name: str | Path) -> Path:
+    """The folder of a model: a local one, the `model` folder inside a stage's, or a snapshot of a Hub repository."""
+    path = Path(name)
+    if (path / "model" / "config.json").is_file():
+        return path / "model"
+    if (path / "config.json").is_file():
+        return path
+    if path.exists():
+        raise CalibeamError(f"{path} is not a model: it has no config.json")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(str(name), allow_patterns=list(MODEL_FILES)))
+    except HFValidationError:
+        raise CalibeamError(f"no model at {name}: there is no such folder") from None
+    except Exception as error:
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CalibeamError(f"no model at {name}: not a folder, and the Hugging Face Hub says: {reason}") from error
+
+
+def load(folder: Path, *, device: str = "auto", dtype: torch.dtype | None = None) -> Seq2Seq:
+    """Load and check a model. Safetensors only, no remote code; float32 unless told otherwise."""
+    config = _load_part(folder, "config.json", AutoConfig)
+    if not getattr(config, "is_encoder_decoder", False):
+        raise CalibeamError(
+            f"{folder} holds a {config.model_type} model, which is not an encoder-decoder: "
+            "calibeam calibrates T5, BART, PEGASUS and their kin"
+        )
+    if not any(folder.glob("*.safetensors")):
+        raise CalibeamError(
+            f"{folder} has no .safetensors weights. Other formats can run code when loaded and are refused: "
+            "load the model where you trust it and save it again with save_pretrained"
+        )
+    tokenizer = _load_part(folder, "tokenizer", AutoTokenizer)
+    try:
+        model, report = AutoModelForSeq2SeqLM.from_pretrained(
+            folder, config=config, dtype=dtype or torch.float32, use_safetensors=True,
+            trust_remote_code=False, output_loading_info=True,
+        )  # fmt: skip
+    except Exception as error:
+        raise CalibeamError(f"{folder} does not load as a sequence-to-sequence model: {error}") from error
+    wrong = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "mismatched_keys") if report.get(kind)}
+    if wrong:
+        raise CalibeamError(f"the weights in {folder} do not fit its config.json: {wrong}")
+    _check_weights(model, folder)
+    _check_tokenizer(model, tokenizer, folder)
+    ignored = ignored_heuristics(model)
+    if ignored:
+        log.info("%s asks for %s when decoding; calibeam applies none of it", folder, ", ".join(ignored))
+    return Seq2Seq(model.to(best_device(device)).eval(), tokenizer)
+
+
+def save(seq2seq: Seq2Seq, folder: Path) -> None:
+    """An ordinary checkpoint: weights, tokenizer, and a generation config free of heuristics."""
+    _check_weights(seq2seq.model, folder)
+    model = seq2seq.model
+    old, ids = model.generation_config, seq2seq.ids
+    model.generation_config = GenerationConfig(
+        decoder_start_token_id=ids.start,
+        pad_token_id=ids.pad,
+        eos_token_id=ids.eos[0] if len(ids.eos) == 1 else list(ids.eos),
+        bos_token_id=old.bos_token_id,
+        forced_bos_token_id=ids.forced_first,
+        max_new_tokens=old.max_new_tokens,
+        max_length=old.max_length if old.max_new_tokens is None else None,
+        # The plain sum of log-probs is what calibration ranks by. transformers takes the setting only beside beams.
+        num_beams=old.num_beams if (old.num_beams or 1) > 1 else DEFAULT_NUM_BEAMS,
+        length_penalty=0.0,
+    )
+    try:
+        model.save_pretrained(folder)
+    finally:
+        model.generation_config = old
+    seq2seq.tokenizer.save_pretrained(folder)
+
+
+def best_device(device: str = "auto") -> torch.device:
+    return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
+
+
+def fast_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the hardware has it, float32 otherwise; float16 never (T5 and PEGASUS overflow)."""
+    return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+
+
+def special_ids(model: Any) -> SpecialIds:
+    """From the generation config, or the model's own config where that is silent."""
+
+    def find(name: str) -> Any:
+        value = getattr(model.generation_config, name, None)
+        return getattr(model.config, name, None) if value is None else value
+
+    start, pad, eos = find("decoder_start_token_id"), find("pad_token_id"), find("eos_token_id")
+    for name, value in (("decoder_start_token_id", start), ("pad_token_id", pad), ("eos_token_id", eos)):
+        if value is None:
+            raise CalibeamError(f"the model's generation config and config have no {name}")
+    forced = find("forced_bos_token_id") if model.config.model_type in LANGUAGE_CODE_FAMILIES else None
+    return SpecialIds(start, pad, tuple(eos) if isinstance(eos, list | tuple) else (eos,), forced)
+
+
+def ignored_heuristics(model: Any) -> list[str]:
+    """What the checkpoint's generation config asks for and `decode` does not apply, as 'name=value'."""
+    config = model.generation_config
+    return [
+        f"{name}={value}"
+        for name, neutral in DECODING_HEURISTICS.items()
+        if (value := getattr(config, name, None)) is not None
+        and value != neutral
+        and not (name == "forced_bos_token_id" and model.config.model_type in LANGUAGE_CODE_FAMILIES)
+    ]
+
+
+def max_positions(model: Any) -> int | None:
+    """The longest sequence the model has positions for; None where positions are relative."""
+    return getattr(model.config, "max_position_embeddings", None)
+
+
+def encode(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """The encoder's output states. [batch, length, size]"""
+    return model.get_encoder()(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
+
+
+def force(model: Any, source_states: Tensor, attention_mask: Tensor, token_ids: Tensor) -> Forced:
+    """Make the decoder write token_ids [batch, sequences, length], given the encoded sources."""
+    batch, sequences, length = token_ids.shape
+    start = token_ids.new_full((batch, sequences, 1), special_ids(model).start)
+    output = model(
+        encoder_outputs=BaseModelOutput(last_hidden_state=source_states.repeat_interleave(sequences, 0)),
+        attention_mask=attention_mask.repeat_interleave(sequences, 0),
+        decoder_input_ids=torch.cat([start, token_ids[..., :-1]], -1).flatten(0, 1),
+        output_hidden_states=True,
+        use_cache=False,
+    )
+    return Forced(
+        output.logits.view(batch, sequences, length, -1),
+        output.decoder_hidden_states[-1].view(batch, sequences, length, -1),
+    )
+
+
+class Stepper:
+    """A decoder that writes one token per row and call, with the keys and values of the tokens before it."""
+
+    def __init__(self, model: Any, input_ids: Tensor, attention_mask: Tensor, rows_per_source: int) -> None:
+        self._model = model
+        states = encode(model, input_ids, attention_mask)
+        self._sources = BaseModelOutput(last_hidden_state=states.repeat_interleave(rows_per_source, 0))
+        self._mask = attention_mask.repeat_interleave(rows_per_source, 0)
+        self._cache: Any = None
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """The logits after each row's next token. [rows] -> [rows, vocabulary]"""
+        output = self._model(
+            encoder_outputs=self._sources,
+            attention_mask=self._mask,
+            decoder_input_ids=tokens[:, None],
+            past_key_values=self._cache,
+            use_cache=True,
+        )
+        self._cache = output.past_key_values
+        return output.logits[:, -1]
+
+    def reorder(self, rows: Tensor) -> None:
+        """Let row i go on from what row rows[i] wrote. All rows of one source share its encoding."""
+        self._cache.self_attention_cache.reorder_cache(rows)
+
+
+def sequence_mask(token_ids: Tensor, eos: tuple[int, ...]) -> Tensor:
+    """The tokens of each sequence up to its first end token; all of them where there is none.
+
+    A search cuts off what has no end at its last step, so such a row has no padding, and its pad ids are its own.
+    """
+    end = torch.isin(token_ids, torch.tensor(eos, device=token_ids.device)).long()
+    return end.cumsum(-1) - end == 0
+
+
+def pad_rows(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]:
+    """Rows of any length as one tensor, and the mask of what is not padding."""
+    lengths = torch.tensor([len(row) for row in rows])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    padded = torch.full(mask.shape, value, dtype=torch.int64)
+    padded[mask] = torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=torch.int64)
+    return padded, mask
+
+
+def _end_once(ids: list[int], eos: tuple[int, ...], max_length: int) -> list[int]:
+    """Cut what follows the end token (mBART's language code), or put one where there is none."""
+    end = next((i for i, token in enumerate(ids) if i and token in eos), None)
+    return ids[: end + 1] if end is not None else [*ids[: max_length - 1], eos[0]]
+
+
+def _load_part(folder: Path, part: str, loader: Any) -> Any:
+    try:
+        return loader.from_pretrained(folder, trust_remote_code=False)
+    except Exception as error:
+        raise CalibeamError(f"the {part} in {folder} does not load: {error}") from error
+
+
+def _check_weights(model: Any, folder: Path) -> None:
+    broken = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
+    if broken:
+        raise CalibeamError(f"weights of {folder} are not finite: {', '.join(broken[:3])} ({len(broken)} tensors)")
+
+
+def _check_tokenizer(model: Any, tokenizer: Any, folder: Path) -> None:
+    ids = special_ids(model)
+    rows = model.get_input_embeddings().num_embeddings
+    highest = max(tokenizer.get_vocab().values(), default=-1)
+    if highest >= rows:
+        raise CalibeamError(
+            f"the tokenizer in {folder} does not fit the model: it has ids up to {highest}, the model {rows} embeddings"
+        )
+    for name, id_of_tokenizer, ids_of_model in (
+        ("pad", tokenizer.pad_token_id, (ids.pad,)),
+        ("eos", tokenizer.eos_token_id, ids.eos),
+    ):
+        if id_of_tokenizer not in ids_of_model:
+            raise CalibeamError(
+                f"the tokenizer in {folder} does not fit the model: its {name} token has id {id_of_tokenizer}, "
+                f"the model's {', '.join(map(str, ids_of_model))}"
+            )

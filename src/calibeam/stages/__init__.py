@@ -1,0 +1,22 @@
+"""The stages, in the order the data walks. Each is a module with a `Config` and `run(config) -> folder`."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+STAGES: dict[str, str] = {
+    "prepare": "read and check the rows of a dataset",
+    "create": "make a new model: train a tokenizer, draw random weights",
+    "finetune": "train by maximum likelihood",
+    "decode": "write candidates for the training sources",
+    "score": "measure how similar each candidate is to the target",
+    "calibrate": "train on, so that likelihood follows similarity",
+    "evaluate": "decode held-out sources and measure the outputs",
+    "report": "write one page that says what changed",
+    "export": "write an ordinary checkpoint with a model card",
+}
+
+
+def load(name: str) -> Any:
+    return import_module(f"calibeam.stages.{name}")

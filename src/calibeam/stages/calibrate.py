@@ -1,0 +1,163 @@
+"""Train a fine-tuned model on, so that the likelihood of its own outputs follows their similarity to the target.
+
+Reads:   the folders written by prepare and score, and the fine-tuned model
+Writes:  model/: the calibrated checkpoint; log.jsonl: every step and validation
+Example: calibeam calibrate out/data.toml loss=rank beta=10 regularizer=kl learning_rate=1e-5
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from calibeam import display, store
+from calibeam.paper.calibration import CALIBRATION_LOSSES, PAIR_LOSSES, ordered_pairs, sample_pair
+from calibeam.paper.likelihood import sequence_log_p, token_log_p
+from calibeam.paper.regularization import REGULARIZERS, WITHOUT_REFERENCE
+from calibeam.recipe import option
+from calibeam.records import CalibeamError
+from calibeam.training import SELECTIONS, Problem, TrainingConfig, train
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+    from calibeam.seq2seq import Seq2Seq
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrainingConfig):
+    scored: str = option(help="the folder written by score", identity=False)
+    learning_rate: float = option(1e-5, "the peak learning rate", above=0)
+    loss: str | Callable[..., Any] = option("rank", "Eq. 1", choices=lambda: CALIBRATION_LOSSES)
+    beta: float = option(10.0, "the margin of the loss", at_least=0)
+    pairs: str = option("sampled", "rank and margin: one sampled pair per example, or all", choices=lambda: ("sampled", "all"))
+    regularizer: str | Callable[..., Any] = option("kl", "Eq. 2", choices=lambda: REGULARIZERS)
+    reg_weight: float | None = option(None, "lambda; 1e-5 / learning_rate if not given, as in the paper", at_least=0)
+    select: str = option("rouge", "what to choose the checkpoint by", choices=lambda: SELECTIONS)
+
+
+def run(config: Config, *, force: bool = False) -> Path:
+    from calibeam import seq2seq
+    from calibeam.stages.decode import check_lengths
+    from calibeam.stages.evaluate import Validation
+
+    data = store.read(config.data, "prepare")
+    scored = store.read(config.scored, "score")
+    start = store.read_model(seq2seq.locate(config.model))
+    for name, folder in (("data", data), ("model", start)):
+        if scored.manifest["origin"]["inputs"][name] != folder.digest:
+            raise CalibeamError(f"{scored.path} was scored with another {name} than {folder.path}")
+    output = store.Output("calibrate", config, {"data": data, "scored": scored, "model": start}, force=force)
+    if output.done:
+        return output.path
+    model = seq2seq.load(start.path, device=config.device)
+    check_lengths(model, config.max_source_length, config.max_target_length)
+    step = CalibrationStep(model, seq2seq.load(start.path, device=config.device), config)
+
+    examples = {example.id: example for split in data.splits for example in data.examples(split)}
+    rows = scored.rows("scored", store.SCORED)
+    sources, sources_cut = model.encode_sources([examples[row["id"]].source for row in rows], config.max_source_length)
+    targets, targets_cut = model.encode_targets([examples[row["id"]].targets[0] for row in rows], config.max_target_length)
+    validation = Validation(model, data.examples("validation"), config)
+
+    def loss(batch: Sequence[int], generator: Generator) -> tuple[Tensor, dict[str, float]]:
+        return step.loss([sources[i] for i in batch], [targets[i] for i in batch], [rows[i] for i in batch], generator)
+
+    problem = Problem(
+        ids=[row["id"] for row in rows],
+        lengths=[len(source) for source in sources],
+        weights=[1] * len(rows),
+        loss=loss,
+        validate=lambda: validation.measure("rouge", "perplexity"),
+        dropout=False,
+    )
+    with output.writing():
+        without = sum(len(set(row["similarity"])) < 2 for row in rows)
+        output.counts |= {"sources_cut": sources_cut, "targets_cut": targets_cut, "examples_without_a_pair": without}
+        display.say(
+            f"calibrate: {len(rows):,} examples, {without:,} of them without a pair to compare; lambda {step.reg_weight:.3g}"
+        )
+        train(model, config, config.select, problem, output)
+    return output.path
+
+
+class CalibrationStep:
+    """Algorithm 1's loss: calibration of candidates plus lambda times regularisation on the target.
+
+    The frozen fine-tuned model is the reference. Dropout is off in both, so before the first step the KL
+    divergence between them is exactly 0: the target goes through both in batches of one shape.
+    """
+
+    def __init__(self, model: Seq2Seq, reference: Seq2Seq, config: Config) -> None:
+        self._model, self._reference = model, reference.model.requires_grad_(False)
+        self._loss = config.loss if callable(config.loss) else CALIBRATION_LOSSES[config.loss]
+        self._regularizer = config.regularizer if callable(config.regularizer) else REGULARIZERS[config.regularizer]
+        self._sample = self._loss in PAIR_LOSSES and config.pairs == "sampled"
+        self._beta = config.beta
+        self.reg_weight = 1e-5 / config.learning_rate if config.reg_weight is None else config.reg_weight
+
+    def loss(
+        self,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+        rows: Sequence[dict[str, Any]],
+        generator: Generator,
+    ) -> tuple[Tensor, dict[str, float]]:
+        """Summed over the examples, with figures to show, summed likewise."""
+        from calibeam import seq2seq
+
+        device, model = self._model.device, self._model.model
+        similarity, exists, candidates = self._choose(rows, generator)
+        similarity, exists = similarity.to(device), exists.to(device)
+        input_ids, mask = self._model.batch(sources)
+        states = seq2seq.encode(model, input_ids, mask)
+
+        token_ids, token_mask = self._model.batch(candidates)
+        token_ids, token_mask = (t.view(len(rows), -1, t.shape[-1]) for t in (token_ids, token_mask))
+        logits = seq2seq.force(model, states, mask, token_ids).logits
+        log_p = sequence_log_p(token_log_p(logits, token_ids), token_mask)
+        calibration = self._loss(log_p, similarity, exists, self._beta).sum()
+
+        target, target_mask = self._model.batch(targets)
+        logits = seq2seq.force(model, states, mask, target[:, None]).logits[:, 0]
+        reference_logits = None if self._regularizer in WITHOUT_REFERENCE else self._refer(input_ids, mask, target)
+        regularization = self._regularizer(logits, reference_logits, target, target_mask).sum()
+
+        pairs = ordered_pairs(similarity, exists)
+        agreeing = pairs & (log_p[:, :, None] > log_p[:, None, :])
+        share = agreeing.sum((1, 2)) / pairs.sum((1, 2)).clamp(min=1)
+        figures = {"calibration": calibration.item(), "regularization": regularization.item(), "agreement": share.sum().item()}
+        return calibration + self.reg_weight * regularization, figures
+
+    def _choose(self, rows: Sequence[dict[str, Any]], generator: Generator) -> tuple[Tensor, Tensor, list[list[int]]]:
+        """Similarities and which candidates exist [batch, candidates], and the candidates' token ids, flat."""
+        import torch
+
+        most = max(len(row["similarity"]) for row in rows)
+        similarity = torch.zeros(len(rows), most)
+        exists = torch.zeros(len(rows), most, dtype=torch.bool)
+        for place, row in enumerate(rows):
+            similarity[place, : len(row["similarity"])] = torch.tensor(row["similarity"])
+            exists[place, : len(row["similarity"])] = True
+        chosen = torch.arange(most).expand(len(rows), -1)
+        if self._sample:
+            chosen = sample_pair(similarity, exists, generator)
+            similarity, exists = similarity.gather(1, chosen), exists.gather(1, chosen)
+        empty = [self._model.ids.eos[0]]
+        token_ids = [
+            row["token_ids"][index] if index < len(row["token_ids"]) else empty
+            for row, indices in zip(rows, chosen.tolist(), strict=True)
+            for index in indices
+        ]
+        return similarity, exists, token_ids
+
+    def _refer(self, input_ids: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+        import torch
+
+        from calibeam import seq2seq
+
+        with torch.no_grad():
+            states = seq2seq.encode(self._reference, input_ids, mask)
+            return seq2seq.force(self._reference, states, mask, target[:, None]).logits[:, 0]

@@ -1,0 +1,66 @@
+"""Train a model by maximum likelihood, and keep the checkpoint that does best on the validation split.
+
+Reads:   the folder written by prepare, and a model to begin with
+Writes:  model/: the best checkpoint; log.jsonl: every step and validation
+Example: calibeam finetune output=out/tuned data=out/data model=google-t5/t5-small num_train_epochs=3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from calibeam import store
+from calibeam.recipe import option
+from calibeam.training import SELECTIONS, Problem, TrainingConfig, train
+
+if TYPE_CHECKING:
+    from torch import Generator, Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(TrainingConfig):
+    batch_size: int = option(512, "examples per step", at_least=1)
+    num_train_epochs: float = option(3.0, "passes over the training data", above=0)
+    select: str = option("perplexity", "what to choose the checkpoint by", choices=lambda: SELECTIONS)
+
+
+def run(config: Config, *, force: bool = False) -> Path:
+    from calibeam import seq2seq
+    from calibeam.paper.regularization import cross_entropy
+    from calibeam.stages.decode import check_lengths
+    from calibeam.stages.evaluate import Validation
+
+    data = store.read(config.data, "prepare")
+    start = store.read_model(seq2seq.locate(config.model))
+    output = store.Output("finetune", config, {"data": data, "model": start}, force=force)
+    if output.done:
+        return output.path
+    model = seq2seq.load(start.path, device=config.device)
+    check_lengths(model, config.max_source_length, config.max_target_length)
+    pairs = [(e.id, e.source, target) for e in data.examples("train") for target in e.targets]
+    sources, sources_cut = model.encode_sources([source for _, source, _ in pairs], config.max_source_length)
+    targets, targets_cut = model.encode_targets([target for _, _, target in pairs], config.max_target_length)
+    validation = Validation(model, data.examples("validation"), config)
+
+    def loss(batch: Sequence[int], generator: Generator) -> tuple[Tensor, dict[str, float]]:
+        input_ids, mask = model.batch([sources[index] for index in batch])
+        target, target_mask = model.batch([targets[index] for index in batch])
+        states = seq2seq.encode(model.model, input_ids, mask)
+        logits = seq2seq.force(model.model, states, mask, target[:, None]).logits[:, 0]
+        return cross_entropy(logits, None, target, target_mask).sum(), {}
+
+    problem = Problem(
+        ids=[name for name, _, _ in pairs],
+        lengths=[len(source) for source in sources],
+        weights=[len(target) for target in targets],
+        loss=loss,
+        validate=lambda: validation.measure(config.select),
+        dropout=True,
+    )
+    with output.writing():
+        output.counts |= {"sources_cut": sources_cut, "targets_cut": targets_cut}
+        train(model, config, config.select, problem, output)
+    return output.path

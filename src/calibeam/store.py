@@ -1,0 +1,280 @@
+"""Stage folders: what a stage wrote, from what, and proof that it is whole.
+
+A stage writes into `.NAME.partial` beside its output folder and renames it when everything is there;
+`manifest.json`, written last, holds the stage's resolved settings, the digests of its inputs,
+versions, timings, counts, and the size and SHA-256 of every file. Reading verifies all of it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import platform
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+import calibeam
+from calibeam.recipe import StageConfig
+from calibeam.records import CalibeamError, Example
+
+FORMAT = 1
+MANIFEST = "manifest.json"
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "rouge-score")
+
+EXAMPLES = pa.schema([("id", pa.string()), ("source", pa.string()), ("targets", pa.list_(pa.string()))])
+CANDIDATES = pa.schema([
+    ("id", pa.string()),
+    ("token_ids", pa.list_(pa.list_(pa.int32()))),
+    ("texts", pa.list_(pa.string())),
+    ("log_p", pa.list_(pa.float32())),
+    ("times_drawn", pa.list_(pa.int32())),
+])  # fmt: skip
+SCORED = CANDIDATES.append(pa.field("similarity", pa.list_(pa.float32())))
+
+
+@dataclass(frozen=True)
+class Folder:
+    """A verified input: a finished stage, or a model's folder."""
+
+    path: Path
+    digest: str
+    """Of its contents."""
+    manifest: dict[str, Any]
+
+    def rows(self, name: str, schema: pa.Schema) -> list[dict[str, Any]]:
+        """A table, checked against the schema it should have."""
+        table = pq.read_table(self.path / f"{name}.parquet")
+        if not table.schema.equals(schema):
+            raise CalibeamError(f"{self.path / name}.parquet has columns {table.schema.names}, not {schema.names}")
+        return table.to_pylist()
+
+    def examples(self, split: str) -> list[Example]:
+        if not (self.path / f"{split}.parquet").exists():
+            raise CalibeamError(f"{self.path} has no {split} split; it has {', '.join(self.splits)}")
+        rows = self.rows(split, EXAMPLES)
+        return [Example(row["id"], row["source"], tuple(row["targets"])) for row in rows]
+
+    @property
+    def splits(self) -> list[str]:
+        return sorted(path.stem for path in self.path.glob("*.parquet"))
+
+
+def read(path: str | Path, kind: str) -> Folder:
+    """Open a finished stage folder of the given kind, verifying every file in it."""
+    path = Path(path)
+    manifest = _manifest(path)
+    if manifest["kind"] != kind:
+        raise CalibeamError(f"{path} was written by `{manifest['kind']}`, but `{kind}` output is needed here")
+    verify(path, manifest)
+    return Folder(path, manifest["digest"], manifest)
+
+
+def read_model(path: Path) -> Folder:
+    """A model's folder as an input: verified against the manifest of the stage that wrote it, if one did."""
+    if (path.parent / MANIFEST).is_file():
+        verify(path.parent, _manifest(path.parent))
+    files = {name: facts for name, facts in _inventory(path).items() if not name.endswith(".md")}
+    return Folder(path, _digest(files), {})
+
+
+def verify(path: Path, manifest: dict[str, Any]) -> None:
+    for name, facts in manifest["files"].items():
+        file = path / name
+        if path.resolve() not in file.resolve().parents or file.is_symlink():
+            raise CalibeamError(f"{path / MANIFEST} names a file outside its folder: {name}")
+        if not file.is_file():
+            raise CalibeamError(f"{file} is missing, though {path / MANIFEST} lists it")
+        if file.stat().st_size != facts["bytes"] or _sha256(file) != facts["sha256"]:
+            raise CalibeamError(f"{file} is damaged: it does not match the size and SHA-256 in {path / MANIFEST}")
+    if _digest(manifest["files"]) != manifest["digest"]:
+        raise CalibeamError(f"{path / MANIFEST} is damaged: its digest does not match its list of files")
+
+
+class Output:
+    """A stage folder to be: already `done`, or written inside `with output.writing():`."""
+
+    def __init__(self, kind: str, config: StageConfig, inputs: dict[str, Folder], *, force: bool = False) -> None:
+        self.kind, self.config, self.path = kind, config, Path(config.output)
+        self.folder = self.path.with_name(f".{self.path.name}.partial")
+        """Where the stage writes its files."""
+        self.counts: dict[str, Any] = {}
+        self.notes: list[str] = []
+        self._origin = {
+            "kind": kind,
+            "format": FORMAT,
+            "settings": config.identity(),
+            "inputs": {name: folder.digest for name, folder in inputs.items()},
+        }
+        self._places = {name: str(folder.path) for name, folder in inputs.items()}
+        self._force = force
+        self.done = self._is_done()
+
+    def _is_done(self) -> bool:
+        """Whether the folder is there, whole, and made from the same settings and inputs."""
+        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+            return False
+        if not (self.path / MANIFEST).is_file():
+            raise CalibeamError(f"{self.path} is in use: it exists and is not a calibeam stage. Choose another output")
+        if self._force:
+            return False
+        manifest = _manifest(self.path)
+        changes = _differences(manifest["origin"], self._origin)
+        if changes:
+            raise CalibeamError(
+                f"{self.path} holds a result of another making:\n  "
+                + "\n  ".join(changes)
+                + "\nPass --force to make it again, or choose another output"
+            )
+        verify(self.path, manifest)
+        return True
+
+    @contextmanager
+    def writing(self) -> Iterator[Output]:
+        """Everything written to `self.folder` appears at `self.path` when the block ends well; nothing otherwise."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(self.path):
+            shutil.rmtree(self.folder, ignore_errors=True)
+            self.folder.mkdir()
+            started, clock = time.time(), time.monotonic()
+            try:
+                yield self
+                self._finish(started, time.monotonic() - clock)
+            except BaseException:
+                shutil.rmtree(self.folder, ignore_errors=True)
+                raise
+        self.done = True
+
+    def write_rows(self, name: str, rows: Iterable[dict[str, Any]], schema: pa.Schema) -> None:
+        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), self.folder / f"{name}.parquet")
+
+    def write_json(self, name: str, value: Any) -> None:
+        (self.folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    def append_log(self, record: dict[str, Any]) -> None:
+        with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+
+    def _finish(self, started: float, seconds: float) -> None:
+        files = _inventory(self.folder)
+        manifest = {
+            "kind": self.kind,
+            "calibeam": calibeam.__version__,
+            "origin": self._origin,
+            "settings": self.config.resolved(),
+            "input_places": self._places,
+            "versions": versions(),
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started)),
+            "seconds": round(seconds, 3),
+            "counts": self.counts,
+            "notes": self.notes,
+            "digest": _digest(files),
+            "files": files,
+        }
+        self.write_json(MANIFEST, manifest)
+        for name in (*files, MANIFEST):
+            _sync(self.folder / name)
+        for folder in {(self.folder / name).parent for name in files} | {self.folder}:
+            _sync(folder)
+        if self.path.exists():
+            shutil.rmtree(self.path)
+        os.replace(self.folder, self.path)
+        _sync(self.path.parent)
+
+
+def write_file(path: Path, text: str) -> None:
+    """One file, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text, encoding="utf-8")
+    _sync(partial)
+    os.replace(partial, path)
+    _sync(path.parent)
+
+
+def versions() -> dict[str, str]:
+    found = {"calibeam": calibeam.__version__, "python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    if not path.exists():
+        raise CalibeamError(f"{path} does not exist: run the stage that writes it first")
+    if not file.is_file():
+        raise CalibeamError(f"{path} is not a finished calibeam stage: it has no {MANIFEST}")
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+        shape = {"kind": str, "origin": dict, "settings": dict, "counts": dict, "notes": list, "digest": str, "files": dict}
+        if not all(isinstance(manifest[key], wanted) for key, wanted in shape.items()):
+            raise ValueError("a field has the wrong type")
+        if not all(set(facts) == {"bytes", "sha256"} for facts in manifest["files"].values()):
+            raise ValueError("a file lacks its size or SHA-256")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CalibeamError(f"{file} is damaged: {error!r}") from error
+    if manifest["origin"].get("format") != FORMAT:
+        raise CalibeamError(f"{path} was written in format {manifest['origin'].get('format')}; this is format {FORMAT}")
+    return manifest
+
+
+def _inventory(folder: Path) -> dict[str, dict[str, Any]]:
+    return {
+        file.relative_to(folder).as_posix(): {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+        for file in sorted(folder.rglob("*"))
+        if file.is_file()
+    }
+
+
+def _digest(files: dict[str, dict[str, Any]]) -> str:
+    lines = "".join(f"{name}\0{facts['sha256']}\n" for name, facts in sorted(files.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def _differences(old: Any, new: Any, path: str = "") -> list[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        return [
+            line
+            for key in sorted({*old, *new})
+            for line in _differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+        ]
+    return [] if old == new else [f"{path}: {old!r} there, {new!r} now"]
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _lock(path: Path) -> Iterator[None]:
+    """One writer at a time. The system releases the lock when the process ends, however it ends."""
+    with path.with_name(f".{path.name}.lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise CalibeamError(f"{path} is in use: another process is writing it") from None
+        yield
+    # The file stays: removing it would let two later writers lock two different files.

@@ -1,0 +1,10 @@
+"""Datasets known by name: `TASKS[name](packages)` gives the splits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from calibeam.records import Example
+from calibeam.tasks import docstrings
+
+TASKS: dict[str, Callable[[Sequence[str]], dict[str, list[Example]]]] = {"docstrings": docstrings.load}

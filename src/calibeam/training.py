@@ -1,0 +1,182 @@
+"""The one training loop, shared by fine-tuning and calibration."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from calibeam import display, store
+from calibeam.recipe import StageConfig, option
+from calibeam.records import CalibeamError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Generator, Tensor
+
+    from calibeam.seq2seq import Seq2Seq
+
+OPTIMIZERS = {"adamw": "AdamW", "adafactor": "Adafactor"}
+SCHEDULES = ("constant_with_warmup", "linear", "cosine", "inverse_sqrt")
+SELECTIONS = {"perplexity": -1, "rouge": +1}
+"""What a checkpoint is chosen by on the validation split, and which way is better."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig(StageConfig):
+    data: str = option(help="the folder written by prepare", identity=False)
+    model: str = option(help="the model to begin with: a folder or a Hub id", identity=False)
+    learning_rate: float = option(1e-4, "the peak learning rate", above=0)
+    batch_size: int = option(64, "examples per step", at_least=1)
+    micro_batch_size: int = option(8, "examples per forward pass; gradients add up to the batch", at_least=1, identity=False)
+    num_train_epochs: float = option(1.0, "passes over the training data", above=0)
+    max_steps: int = option(0, "stop after so many steps; 0 for all epochs", at_least=0)
+    optimizer: str = option("adamw", "the optimizer", choices=lambda: OPTIMIZERS)
+    weight_decay: float = option(0.0, "of the optimizer", at_least=0)
+    lr_scheduler_type: str = option("constant_with_warmup", "as in transformers", choices=lambda: SCHEDULES)
+    warmup_steps: int = option(0, "steps over which the learning rate rises", at_least=0)
+    max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0)
+    eval_steps: int = option(0, "steps between validations; 0 for one per epoch", at_least=0)
+    patience: int = option(0, "stop after so many validations without improvement; 0 for never", at_least=0)
+    select_examples: int = option(500, "validation examples to select by; 0 for all", at_least=0)
+    select_num_beams: int = option(5, "beams when selecting by ROUGE", at_least=1)
+    max_source_length: int = option(512, "source tokens; longer sources are cut", at_least=1)
+    max_target_length: int = option(128, "target tokens; longer targets are cut", at_least=1)
+    seed: int = option(0, "of shuffling, dropout and sampling", at_least=0)
+    device: str = option("auto", "auto, cpu or cuda", identity=False)
+
+
+class Problem(NamedTuple):
+    """What to train on: `ids` names the examples, `lengths` sorts them, and so on."""
+
+    ids: Sequence[str]
+    lengths: Sequence[int]
+    weights: Sequence[float]
+    """What an example counts in its batch's mean: 1, or its number of tokens."""
+    loss: Callable[[Sequence[int], Generator], tuple[Tensor, dict[str, float]]]
+    """The summed loss of some examples, and figures to show, summed likewise."""
+    validate: Callable[[], dict[str, float]]
+    dropout: bool
+
+
+def train(seq2seq: Seq2Seq, config: TrainingConfig, select: str, problem: Problem, output: store.Output) -> None:
+    """Train, validate, and leave the best checkpoint in `output.folder/model`.
+
+    The starting point is validated too: a run that only makes things worse gives it back unchanged.
+    """
+    import torch
+
+    from calibeam.seq2seq import save
+
+    model = seq2seq.model
+    torch.manual_seed(config.seed)
+    steps_per_epoch = math.ceil(len(problem.ids) / config.batch_size)
+    steps = config.max_steps or math.ceil(config.num_train_epochs * steps_per_epoch)
+    every = config.eval_steps or steps_per_epoch
+    optimizer, schedule = _optimizer(model, config, steps)
+    best, best_step, worse = -math.inf, 0, 0
+
+    def validate(step: int) -> None:
+        nonlocal best, best_step, worse
+        model.eval()
+        figures = problem.validate()
+        output.append_log({"step": step, "validation": figures})
+        value = SELECTIONS[select] * figures[select]
+        display.say(f"  step {step}: validation " + _show(figures))
+        worse += 1
+        if value > best:
+            best, best_step, worse = value, step, 0
+            save(seq2seq, output.folder / "model")
+
+    validate(0)
+    batches = _batches(len(problem.ids), config.batch_size, config.seed)
+    with display.Bar(output.kind, steps) as bar:
+        for step in range(1, steps + 1):
+            model.train(problem.dropout)
+            figures = _step(model, config, problem, next(batches), step, optimizer)
+            figures["learning_rate"] = schedule.get_last_lr()[0]
+            schedule.step()
+            output.append_log({"step": step, "train": figures})
+            bar.advance(figures=_show({key: value for key, value in figures.items() if key != "learning_rate"}))
+            if step % every == 0 or step == steps:
+                validate(step)
+                if config.patience and worse >= config.patience:
+                    output.notes.append(f"stopped at step {step}: {worse} validations without improvement")
+                    break
+    model.eval()
+    output.counts |= {"examples": len(problem.ids), "steps": step, "best_step": best_step}
+    output.counts[f"best_{select}"] = SELECTIONS[select] * best
+    if best_step == 0:
+        output.notes.append("no step improved on the starting point by the selection metric; it is kept unchanged")
+        display.say(f"  {output.notes[-1]}", style="yellow")
+    else:
+        display.say(f"  kept step {best_step}, the best by validation {select}")
+
+
+def autocast(device: torch.device) -> AbstractContextManager[Any]:
+    """bfloat16 arithmetic where the hardware has it, on float32 weights."""
+    import torch
+
+    from calibeam.seq2seq import fast_dtype
+
+    return torch.autocast(device.type, torch.bfloat16) if fast_dtype(device) is torch.bfloat16 else nullcontext()
+
+
+def _step(model: Any, config: TrainingConfig, problem: Problem, batch: list[int], step: int, optimizer: Any) -> dict[str, float]:
+    """One update from the mean loss over the batch, computed some examples of similar length at a time."""
+    import torch
+
+    batch = sorted(batch, key=lambda index: problem.lengths[index])
+    weight = sum(problem.weights[index] for index in batch)
+    totals: dict[str, float] = {}
+    generator = torch.Generator().manual_seed((config.seed << 32) + step)
+    for start in range(0, len(batch), config.micro_batch_size):
+        part = batch[start : start + config.micro_batch_size]
+        with autocast(model.device):
+            loss, figures = problem.loss(part, generator)
+        if not torch.isfinite(loss):
+            raise _not_finite("loss", loss, step, part, problem)
+        (loss / weight).backward()
+        for name, value in {"loss": loss.item(), **figures}.items():
+            totals[name] = totals.get(name, 0.0) + value / weight
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    if not torch.isfinite(norm):
+        raise _not_finite("gradient", norm, step, batch, problem)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return totals
+
+
+def _not_finite(what: str, value: Tensor, step: int, batch: Sequence[int], problem: Problem) -> CalibeamError:
+    names = ", ".join(problem.ids[index] for index in batch[:8]) + (", ..." if len(batch) > 8 else "")
+    return CalibeamError(
+        f"the {what} is {value.item()} at step {step}, on examples {names}. Nothing was saved. "
+        "A lower learning rate may help; so may a look at these examples"
+    )
+
+
+def _batches(size: int, batch_size: int, seed: int) -> Iterator[list[int]]:
+    """Every example once per epoch, in an order that depends on seed and epoch alone."""
+    import torch
+
+    epoch = 0
+    while True:
+        order = torch.randperm(size, generator=torch.Generator().manual_seed((seed << 32) + epoch)).tolist()
+        yield from (order[start : start + batch_size] for start in range(0, size, batch_size))
+        epoch += 1
+
+
+def _optimizer(model: Any, config: TrainingConfig, steps: int) -> tuple[Any, Any]:
+    import torch
+    from transformers import get_scheduler
+
+    optimizer_class = getattr(torch.optim, OPTIMIZERS[config.optimizer])
+    optimizer = optimizer_class(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    schedule = get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps)
+    return optimizer, schedule
+
+
+def _show(figures: dict[str, float]) -> str:
+    return "  ".join(f"{name} {value:.4g}" for name, value in figures.items())

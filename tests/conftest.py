@@ -1,0 +1,99 @@
+"""Tiny models of every family, with a tokenizer, made on the spot: real code, no downloads."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+
+import pytest
+import torch
+from transformers import (
+    BartConfig,
+    BartForConditionalGeneration,
+    MarianConfig,
+    MarianMTModel,
+    MBartConfig,
+    MBartForConditionalGeneration,
+    PegasusConfig,
+    PegasusForConditionalGeneration,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+from calibeam.seq2seq import Seq2Seq, save
+from calibeam.stages.create import train_tokenizer
+
+torch.set_num_threads(1)
+
+VOCABULARY = 300
+SIZES = {
+    "d_model": 32, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "max_position_embeddings": 64, "init_std": 0.3,
+}  # fmt: skip
+T5_SIZES = {"d_model": 32, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 4}
+IDS = {"pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 2}
+
+FAMILIES: dict[str, Callable[[int], Any]] = {
+    "t5": lambda v: T5ForConditionalGeneration(T5Config(vocab_size=v, decoder_start_token_id=0, **T5_SIZES, **IDS)),
+    "t5-untied": lambda v: T5ForConditionalGeneration(
+        T5Config(
+            vocab_size=v, decoder_start_token_id=0, tie_word_embeddings=False, feed_forward_proj="gated-gelu", **T5_SIZES, **IDS
+        )
+    ),
+    "bart": lambda v: BartForConditionalGeneration(BartConfig(vocab_size=v, decoder_start_token_id=1, **SIZES, **IDS)),
+    "mbart": lambda v: MBartForConditionalGeneration(MBartConfig(vocab_size=v, decoder_start_token_id=1, **SIZES, **IDS)),
+    "pegasus": lambda v: PegasusForConditionalGeneration(PegasusConfig(vocab_size=v, decoder_start_token_id=0, **SIZES, **IDS)),
+    "marian": lambda v: MarianMTModel(MarianConfig(vocab_size=v, decoder_start_token_id=0, **SIZES, **IDS)),
+}
+
+WORDS = "the red fox and a blue bird ran over one old green hill to see two small dogs sleep under some tall trees".split()
+
+
+def sentence(seed: int, words: int) -> str:
+    generator = torch.Generator().manual_seed(seed)
+    return " ".join(WORDS[i] for i in torch.randint(len(WORDS), (words,), generator=generator).tolist())
+
+
+def tiny_model(family: str, seed: int = 0, vocabulary: int = VOCABULARY) -> Any:
+    """Random weights, wide enough apart that outputs are not all alike."""
+    torch.manual_seed(seed)
+    return FAMILIES[family](vocabulary).eval()
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> Any:
+    return train_tokenizer([sentence(seed, 20) for seed in range(50)], VOCABULARY)
+
+
+@pytest.fixture
+def model_folder(tmp_path: Path, tokenizer: Any) -> Callable[..., Path]:
+    """A saved model of a family."""
+
+    def make(family: str = "pegasus", seed: int = 0, name: str = "") -> Path:
+        folder = tmp_path / (name or f"{family}-{seed}")
+        save(Seq2Seq(tiny_model(family, seed, len(tokenizer)), tokenizer), folder)
+        return folder
+
+    return make
+
+
+@pytest.fixture
+def rows_file(tmp_path: Path) -> Callable[..., Path]:
+    """A JSONL file of made-up rows: the target is the source's first words."""
+
+    def make(name: str, count: int, first: int = 0) -> Path:
+        path = tmp_path / name
+        rows = []
+        for i in range(first, first + count):
+            source = sentence(i, 8 + i % 5)
+            rows.append({"id": f"row-{i}", "source": source, "target": " ".join(source.split()[:4])})
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return make
