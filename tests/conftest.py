@@ -52,7 +52,8 @@ FAMILIES: dict[str, Callable[[int], Any]] = {
     "marian": lambda v: MarianMTModel(MarianConfig(vocab_size=v, decoder_start_token_id=0, **SIZES, **IDS)),
 }
 
-WORDS = "the red fox and a blue bird ran over one old green hill to see two small dogs sleep under some tall trees".split()
+TEXT = "the red fox and a blue bird ran over one old green hill to see two small dogs sleep under some tall trees"
+WORDS = TEXT.split()
 
 
 def sentence(seed: int, words: int) -> str:

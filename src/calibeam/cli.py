@@ -44,9 +44,10 @@ def main() -> None:
     except CalibeamError as error:
         display.complain(str(error))
         sys.exit(2)
-    except KeyboardInterrupt:
-        display.complain("interrupted; nothing half-written was left behind")
-        sys.exit(130)
+    except SystemExit as stop:
+        if stop.code == 130:  # what Ctrl-C becomes
+            display.complain("interrupted; nothing half-written was left behind")
+        raise
 
 
 @app.command()
@@ -73,7 +74,10 @@ def _stage_command(name: str) -> Any:
             tables = recipe.override(recipe.read(Path(given[0])), given[1:], table=name)
             pipeline.run(tables, only=name, force=force)
         else:
-            values = recipe.override({}, given, table=name).get(name, {})
+            tables = recipe.override({}, given, table=name)
+            values = tables.pop(name, {})
+            if tables:
+                raise CalibeamError(f"{', '.join(tables)}: without a recipe, only settings of {name} make sense here")
             pipeline.Step(name, recipe.build(stages.load(name).Config, name, values)).run(force=force)
 
     return command

@@ -28,28 +28,34 @@ class Step:
         return stages.load(self.stage).run(self.config, force=force)
 
 
-def plan(tables: dict[str, Any]) -> list[Step]:
-    """The steps of a run, every setting resolved and checked before any of them starts."""
+def plan(tables: dict[str, Any], only: str | None = None) -> list[Step]:
+    """The steps of a run, or of one stage, every setting resolved and checked before any of them starts."""
     check_tables(tables)
     if "output" not in tables:
         raise CalibeamError("the recipe needs output, the folder of the run")
+    if only is None and "output" in tables.get("evaluate", {}):
+        raise CalibeamError("evaluate.output: a whole run evaluates two models, so it chooses their folders itself")
     steps = [
         Step(name, recipe.build(stages.load(name).Config, name, {**inputs, **tables.get(name, {})}))
         for name, inputs in _steps(tables)
+        if only in (None, name)
     ]
-    # A table that names its own output asks for one folder, so for one step: both evaluations would write it.
-    return list({step.config.output: step for step in reversed(steps)}.values())[::-1]
-
-
-def run(tables: dict[str, Any], *, only: str | None = None, force: bool = False) -> list[Step]:
-    """Run the steps in order, or those of one stage; what is done and verified is skipped."""
-    steps = [step for step in plan(tables) if only in (None, step.stage)]
+    writers: dict[str, str] = {}
+    for step in steps:
+        if step.config.output in writers:
+            raise CalibeamError(f"{writers[step.config.output]} and {step.stage} both write {step.config.output}")
+        writers[step.config.output] = step.stage
     if not steps:
         raise CalibeamError(f"the recipe has no [{only}] table")
+    return steps
+
+
+def run(tables: dict[str, Any], *, only: str | None = None, force: bool = False) -> None:
+    """Run the steps in order, or those of one stage; what is done and verified is skipped."""
+    steps = plan(tables, only)
     for number, step in enumerate(steps, start=1):
         display.say(f"[{number}/{len(steps)}] {step.stage} -> {step.config.output}", style="bold")
         step.run(force=force)
-    return steps
 
 
 def check_tables(tables: dict[str, Any]) -> None:
@@ -67,15 +73,16 @@ def _steps(tables: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
     """Every stage's name, with the folders it reads and writes."""
     root = Path(tables["output"])
 
-    def at(*names: str) -> str:
-        return str(root.joinpath(*names))
+    def at(name: str, folder: str = "") -> str:
+        return str(tables.get(name, {}).get("output", root / (folder or name)))
 
     data = {"data": at("prepare")}
-    start = at("create") if "create" in tables else tables.get("model")
+    start: str = at("create") if "create" in tables else tables.get("model", "")
     tuned = at("finetune") if "finetune" in tables else start
-    if start is None:
+    if not start:
         raise CalibeamError("the recipe needs model: a folder or a Hugging Face Hub id (or a [create] table)")
-    before, after = at("evaluate", "finetuned"), at("evaluate", "calibrated")
+    before, after = at("evaluate", "evaluate/finetuned"), at("evaluate", "evaluate/calibrated")
+    comparison = {"before": before, "after": after, "calibrated": at("calibrate")}
 
     yield "prepare", {"output": at("prepare")}
     if "create" in tables:
@@ -86,9 +93,10 @@ def _steps(tables: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
     yield "score", {**data, "model": tuned, "candidates": at("decode"), "output": at("score")}
     yield "calibrate", {**data, "model": tuned, "scored": at("score"), "output": at("calibrate")}
     yield "evaluate", {**data, "model": tuned, "output": before}
-    yield "evaluate", {**data, "model": at("calibrate"), "reference": tuned, "output": after}
-    yield "report", {"before": before, "after": after, "calibrated": at("calibrate"), "output": at("report")}
-    yield "export", {"before": before, "after": after, "calibrated": at("calibrate"), "output": at("model")}
+    if after != before:  # a table that names its own folder asks for one evaluation
+        yield "evaluate", {**data, "model": at("calibrate"), "reference": tuned, "output": after}
+    yield "report", {**comparison, "output": at("report")}
+    yield "export", {**comparison, "output": at("export", "model")}
 
 
 def finish(tables: dict[str, Any]) -> None:

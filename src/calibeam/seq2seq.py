@@ -97,15 +97,6 @@ class Seq2Seq:
         return ids.to(self.device), mask.to(self.device)
 
 
-class Forced(NamedTuple):
-    """What the decoder says when it is made to write given sequences."""
-
-    logits: Tensor
-    """[batch, sequences, length, vocabulary]"""
-    states: Tensor
-    """[batch, sequences, length, size]"""
-
-
 def locate(name: str | Path) -> Path:
     """The folder of a model: a local one, the `model` folder inside a stage's, or a snapshot of a Hub repository."""
     path = Path(name)
@@ -229,37 +220,50 @@ def encode(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
     return model.get_encoder()(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
 
 
-def force(model: Any, source_states: Tensor, attention_mask: Tensor, token_ids: Tensor) -> Forced:
-    """Make the decoder write token_ids [batch, sequences, length], given the encoded sources."""
-    batch, sequences, length = token_ids.shape
-    start = token_ids.new_full((batch, sequences, 1), special_ids(model).start)
+def force(model: Any, source_states: Tensor, attention_mask: Tensor, token_ids: Tensor) -> Tensor:
+    """Make the decoder write token_ids [batch, sequences, length]: its logits. [batch, sequences, length, vocabulary]"""
     output = model(
-        encoder_outputs=BaseModelOutput(last_hidden_state=source_states.repeat_interleave(sequences, 0)),
-        attention_mask=attention_mask.repeat_interleave(sequences, 0),
-        decoder_input_ids=torch.cat([start, token_ids[..., :-1]], -1).flatten(0, 1),
-        output_hidden_states=True,
+        encoder_outputs=BaseModelOutput(last_hidden_state=source_states.repeat_interleave(token_ids.shape[1], 0)),
+        attention_mask=attention_mask.repeat_interleave(token_ids.shape[1], 0),
+        decoder_input_ids=_decoder_input(model, token_ids),
         use_cache=False,
     )
-    return Forced(
-        output.logits.view(batch, sequences, length, -1),
-        output.decoder_hidden_states[-1].view(batch, sequences, length, -1),
+    return output.logits.view(*token_ids.shape, -1)
+
+
+def force_states(model: Any, source_states: Tensor, attention_mask: Tensor, token_ids: Tensor) -> Tensor:
+    """The same without the output head: the decoder's output states. [batch, sequences, length, size]"""
+    output = model.get_decoder()(
+        input_ids=_decoder_input(model, token_ids),
+        encoder_hidden_states=source_states.repeat_interleave(token_ids.shape[1], 0),
+        encoder_attention_mask=attention_mask.repeat_interleave(token_ids.shape[1], 0),
+        use_cache=False,
     )
+    return output.last_hidden_state.view(*token_ids.shape, -1)
+
+
+def _decoder_input(model: Any, token_ids: Tensor) -> Tensor:
+    """The start token, then every token but the last. [batch * sequences, length]"""
+    start = token_ids.new_full((*token_ids.shape[:2], 1), special_ids(model).start)
+    return torch.cat([start, token_ids[..., :-1]], -1).flatten(0, 1)
 
 
 class Stepper:
-    """A decoder that writes one token per row and call, with the keys and values of the tokens before it."""
+    """A decoder that writes one token per row and call, keeping the keys and values of what it wrote.
 
-    def __init__(self, model: Any, input_ids: Tensor, attention_mask: Tensor, rows_per_source: int) -> None:
+    It begins with one row per source; `spread` gives every source as many as a search wants.
+    """
+
+    def __init__(self, model: Any, input_ids: Tensor, attention_mask: Tensor) -> None:
         self._model = model
-        states = encode(model, input_ids, attention_mask)
-        self._sources = BaseModelOutput(last_hidden_state=states.repeat_interleave(rows_per_source, 0))
-        self._mask = attention_mask.repeat_interleave(rows_per_source, 0)
+        self._states = encode(model, input_ids, attention_mask)
+        self._mask = attention_mask
         self._cache: Any = None
 
     def step(self, tokens: Tensor) -> Tensor:
         """The logits after each row's next token. [rows] -> [rows, vocabulary]"""
         output = self._model(
-            encoder_outputs=self._sources,
+            encoder_outputs=BaseModelOutput(last_hidden_state=self._states),
             attention_mask=self._mask,
             decoder_input_ids=tokens[:, None],
             past_key_values=self._cache,
@@ -267,6 +271,12 @@ class Stepper:
         )
         self._cache = output.past_key_values
         return output.logits[:, -1]
+
+    def spread(self, rows_per_source: int) -> None:
+        """From one row per source to several, after the first step, which is the same for all of them."""
+        self._states = self._states.repeat_interleave(rows_per_source, 0)
+        self._mask = self._mask.repeat_interleave(rows_per_source, 0)
+        self._cache.batch_repeat_interleave(rows_per_source)
 
     def reorder(self, rows: Tensor) -> None:
         """Let row i go on from what row rows[i] wrote. All rows of one source share its encoding."""
@@ -293,7 +303,7 @@ def pad_rows(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]
 
 def _end_once(ids: list[int], eos: tuple[int, ...], max_length: int) -> list[int]:
     """Cut what follows the end token (mBART's language code), or put one where there is none."""
-    end = next((i for i, token in enumerate(ids) if i and token in eos), None)
+    end = next((i for i, token in enumerate(ids) if token in eos and (i or len(ids) == 1)), None)
     return ids[: end + 1] if end is not None else [*ids[: max_length - 1], eos[0]]
 
 

@@ -60,14 +60,14 @@ class Folder:
         return table.to_pylist()
 
     def examples(self, split: str) -> list[Example]:
-        if not (self.path / f"{split}.parquet").exists():
+        if split not in self.splits:
             raise CalibeamError(f"{self.path} has no {split} split; it has {', '.join(self.splits)}")
         rows = self.rows(split, EXAMPLES)
         return [Example(row["id"], row["source"], tuple(row["targets"])) for row in rows]
 
     @property
     def splits(self) -> list[str]:
-        return sorted(path.stem for path in self.path.glob("*.parquet"))
+        return [name.removesuffix(".parquet") for name in self.manifest["files"] if name.endswith(".parquet")]
 
 
 def read(path: str | Path, kind: str) -> Folder:
@@ -97,8 +97,6 @@ def verify(path: Path, manifest: dict[str, Any]) -> None:
             raise CalibeamError(f"{file} is missing, though {path / MANIFEST} lists it")
         if file.stat().st_size != facts["bytes"] or _sha256(file) != facts["sha256"]:
             raise CalibeamError(f"{file} is damaged: it does not match the size and SHA-256 in {path / MANIFEST}")
-    if _digest(manifest["files"]) != manifest["digest"]:
-        raise CalibeamError(f"{path / MANIFEST} is damaged: its digest does not match its list of files")
 
 
 class Output:
@@ -106,6 +104,8 @@ class Output:
 
     def __init__(self, kind: str, config: StageConfig, inputs: dict[str, Folder], *, force: bool = False) -> None:
         self.kind, self.config, self.path = kind, config, Path(config.output)
+        if not self.path.name or self.path.name == "..":
+            raise CalibeamError(f"output must name a folder to make, got {config.output!r}")
         self.folder = self.path.with_name(f".{self.path.name}.partial")
         """Where the stage writes its files."""
         self.counts: dict[str, Any] = {}
@@ -126,9 +126,9 @@ class Output:
             return False
         if not (self.path / MANIFEST).is_file():
             raise CalibeamError(f"{self.path} is in use: it exists and is not a calibeam stage. Choose another output")
+        manifest = _manifest(self.path)  # also before --force, which must not remove what is not ours
         if self._force:
             return False
-        manifest = _manifest(self.path)
         changes = _differences(manifest["origin"], self._origin)
         if changes:
             raise CalibeamError(
@@ -142,7 +142,10 @@ class Output:
     @contextmanager
     def writing(self) -> Iterator[Output]:
         """Everything written to `self.folder` appears at `self.path` when the block ends well; nothing otherwise."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CalibeamError(f"{self.path} cannot be made: {error}") from error
         with _lock(self.path):
             shutil.rmtree(self.folder, ignore_errors=True)
             self.folder.mkdir()
@@ -159,7 +162,7 @@ class Output:
         pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), self.folder / f"{name}.parquet")
 
     def write_json(self, name: str, value: Any) -> None:
-        (self.folder / name).write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        (self.folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
     def append_log(self, record: dict[str, Any]) -> None:
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
@@ -181,7 +184,7 @@ class Output:
             "digest": _digest(files),
             "files": files,
         }
-        self.write_json(MANIFEST, manifest)
+        self.write_json(MANIFEST, {**manifest, "seal": _seal(manifest)})
         for name in (*files, MANIFEST):
             _sync(self.folder / name)
         for folder in {(self.folder / name).parent for name in files} | {self.folder}:
@@ -225,6 +228,8 @@ def _manifest(path: Path) -> dict[str, Any]:
             raise ValueError("a field has the wrong type")
         if not all(set(facts) == {"bytes", "sha256"} for facts in manifest["files"].values()):
             raise ValueError("a file lacks its size or SHA-256")
+        if manifest.pop("seal") != _seal(manifest):
+            raise ValueError("it was changed after it was written")
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CalibeamError(f"{file} is damaged: {error!r}") from error
     if manifest["origin"].get("format") != FORMAT:
@@ -243,6 +248,10 @@ def _inventory(folder: Path) -> dict[str, dict[str, Any]]:
 def _digest(files: dict[str, dict[str, Any]]) -> str:
     lines = "".join(f"{name}\0{facts['sha256']}\n" for name, facts in sorted(files.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(file: Path) -> str:
@@ -271,7 +280,11 @@ def _sync(path: Path) -> None:
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
     """One writer at a time. The system releases the lock when the process ends, however it ends."""
-    with path.with_name(f".{path.name}.lock").open("w") as file:
+    try:
+        file = path.with_name(f".{path.name}.lock").open("w")
+    except OSError as error:
+        raise CalibeamError(f"{path} cannot be written: {error}") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -138,7 +138,7 @@ def _step(model: Any, config: TrainingConfig, problem: Problem, batch: list[int]
             loss, figures = problem.loss(part, generator)
         if not torch.isfinite(loss):
             raise _not_finite("loss", loss, step, part, problem)
-        (loss / weight).backward()
+        torch.autograd.backward(loss / weight)
         for name, value in {"loss": loss.item(), **figures}.items():
             totals[name] = totals.get(name, 0.0) + value / weight
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)

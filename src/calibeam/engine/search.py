@@ -74,8 +74,8 @@ class _Writer:
         self.device = input_ids.device
         self._min_new_tokens = min_new_tokens
         self._eos = torch.tensor(self.ids.eos, device=self.device)
-        self._stepper = seq2seq.Stepper(model, input_ids, attention_mask, rows)
-        self._last = torch.full((self.sources * rows,), self.ids.start, device=self.device)
+        self._stepper = seq2seq.Stepper(model, input_ids, attention_mask)
+        self._last = torch.full((self.sources,), self.ids.start, device=self.device)
         self.length = 0
         """Tokens written so far."""
 
@@ -84,9 +84,11 @@ class _Writer:
         log_p = log_probabilities(self._stepper.step(self._last))
         if self.length < self._min_new_tokens:
             log_p[:, self._eos] = NEVER
-        if self.length == 0 and self.ids.forced_first is not None:
-            others = torch.arange(log_p.shape[1], device=self.device) != self.ids.forced_first
-            log_p[:, others] = NEVER
+        if self.length == 0:
+            if self.ids.forced_first is not None:
+                log_p[:, torch.arange(log_p.shape[1], device=self.device) != self.ids.forced_first] = NEVER
+            self._stepper.spread(self.rows)
+            log_p = log_p.repeat_interleave(self.rows, 0)
         self.length += 1
         return log_p.view(self.sources, self.rows, -1)
 
@@ -129,7 +131,9 @@ def _beams(writer: _Writer, search: Search, alpha: float) -> tuple[Tensor, Tenso
         ended_before: list[Tensor] = []
         parents, following = torch.empty_like(tokens[..., 0]), torch.empty_like(tokens[..., 0])
         for g in range(groups):
-            total = score[:, g, :, None] + next_log_p[:, g] - hamming_penalty(chosen_before, search.diversity)[:, None]
+            total = score[:, g, :, None] + next_log_p[:, g]
+            if g and search.diversity:
+                total -= hamming_penalty(chosen_before, search.diversity)[:, None]
             # At the last step as many as all groups together need, lest an earlier one has taken them.
             wanted = groups * width if writer.full else 0
             wanted = min(max(wanted, (1 + len(writer.ids.eos)) * width), total[0].numel())
@@ -137,7 +141,7 @@ def _beams(writer: _Writer, search: Search, alpha: float) -> tuple[Tensor, Tenso
             parent, token = index // vocabulary, index % vocabulary
             grown = _take(tokens[:, g], parent)
             grown[..., position] = token
-            grown_log_p = (log_p[:, g, :, None] + next_log_p[:, g]).flatten(1).gather(1, index)
+            grown_log_p = log_p[:, g].gather(1, parent) + next_log_p[:, g].flatten(1).gather(1, index)
 
             exists = best > NEVER
             ends = writer.ends(token) | writer.full
@@ -156,7 +160,10 @@ def _beams(writer: _Writer, search: Search, alpha: float) -> tuple[Tensor, Tenso
             score[:, g], order = best.masked_fill(ends, NEVER).topk(min(width, wanted))
             tokens[:, g], log_p[:, g] = _take(grown, order), grown_log_p.gather(1, order)
             parents[:, g], following[:, g] = parent.gather(1, order) + g * width, token.gather(1, order)
-            chosen_before.scatter_add_(1, following[:, g], (score[:, g] > NEVER).float())
+            # What later groups avoid: the tokens this group goes on with, or would but for the last step's cut.
+            goes_on = best.masked_fill(writer.ends(token) | repeated | ~is_open[:, g, None], NEVER)
+            goes_on, chosen = goes_on.topk(min(width, wanted))
+            chosen_before.scatter_add_(1, token.gather(1, chosen), (goes_on > NEVER).float())
             best_open = length_normalised(score[:, g, 0], writer.length, alpha)
             is_open[:, g] &= best_open > kept_score[:, g].amin(-1)
         if writer.full:

@@ -7,7 +7,7 @@ terms of the equation and never normalised by length.
 Rank and margin are losses of one pair, "uniformly sampled" among the pairs of different similarity.
 Given more than two candidates they return the mean over all such pairs, which is the expectation of
 that sample; `sample_pair` picks the pair beforehand, so that only two candidates need the model.
-An example without such a pair (ties, a single candidate) has loss 0.
+An example without such a pair (ties, a single candidate) has loss 0. list_rank orders ties as they come.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def list_rank(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> T
 def reward(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> Tensor:
     """sum_i -s(y_i) P(y_i|x) / sum_j P(y_j|x); beta plays no part"""
     share = log_p.masked_fill(~mask, float("-inf")).softmax(-1)
-    return -(similarity * share).masked_fill(~mask, 0.0).sum(-1)
+    return -(similarity.masked_fill(~mask, 0.0) * share.masked_fill(~mask, 0.0)).sum(-1)
 
 
 CALIBRATION_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]] = {

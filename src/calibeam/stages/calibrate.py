@@ -56,7 +56,7 @@ def run(config: Config, *, force: bool = False) -> Path:
     check_lengths(model, config.max_source_length, config.max_target_length)
     step = CalibrationStep(model, seq2seq.load(start.path, device=config.device), config)
 
-    examples = {example.id: example for split in data.splits for example in data.examples(split)}
+    examples = {example.id: example for example in data.examples(scored.manifest["counts"]["split"])}
     rows = scored.rows("scored", store.SCORED)
     sources, sources_cut = model.encode_sources([examples[row["id"]].source for row in rows], config.max_source_length)
     targets, targets_cut = model.encode_targets([examples[row["id"]].targets[0] for row in rows], config.max_target_length)
@@ -116,12 +116,12 @@ class CalibrationStep:
 
         token_ids, token_mask = self._model.batch(candidates)
         token_ids, token_mask = (t.view(len(rows), -1, t.shape[-1]) for t in (token_ids, token_mask))
-        logits = seq2seq.force(model, states, mask, token_ids).logits
+        logits = seq2seq.force(model, states, mask, token_ids)
         log_p = sequence_log_p(token_log_p(logits, token_ids), token_mask)
         calibration = self._loss(log_p, similarity, exists, self._beta).sum()
 
         target, target_mask = self._model.batch(targets)
-        logits = seq2seq.force(model, states, mask, target[:, None]).logits[:, 0]
+        logits = seq2seq.force(model, states, mask, target[:, None])[:, 0]
         reference_logits = None if self._regularizer in WITHOUT_REFERENCE else self._refer(input_ids, mask, target)
         regularization = self._regularizer(logits, reference_logits, target, target_mask).sum()
 
@@ -160,4 +160,4 @@ class CalibrationStep:
 
         with torch.no_grad():
             states = seq2seq.encode(self._reference, input_ids, mask)
-            return seq2seq.force(self._reference, states, mask, target[:, None]).logits[:, 0]
+            return seq2seq.force(self._reference, states, mask, target[:, None])[:, 0]

@@ -123,8 +123,8 @@ def decode_all(
         input_ids, mask = tuned.batch([sources[index] for index in batch])
         generators = [torch.Generator().manual_seed(_seed_of(seed, ids[index])) for index in batch]
         found = decode(tuned.model, input_ids, mask, **settings, generator=generators)
-        lengths = sequence_mask(found.token_ids, tuned.ids.eos).sum(-1)
-        token_ids, log_p, lengths = found.token_ids.tolist(), found.log_p.tolist(), lengths.tolist()
+        lengths = sequence_mask(found.token_ids, tuned.ids.eos).sum(-1).tolist()
+        token_ids, log_p = found.token_ids.tolist(), found.log_p.tolist()
         for place, index in enumerate(batch):
             outputs = [tuple(t[:n]) for t, n in zip(token_ids[place], lengths[place], strict=True)]
             rows[index] = {"id": ids[index], **_merge(tuned, outputs, log_p[place])}

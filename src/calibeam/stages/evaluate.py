@@ -160,7 +160,7 @@ def mean_perplexity(model: Seq2Seq, examples: Sequence[Example], max_source_leng
             input_ids, mask = model.batch([sources[index] for index in batch])
             target, target_mask = model.batch([targets[index] for index in batch])
             states = seq2seq.encode(model.model, input_ids, mask)
-            logits = seq2seq.force(model.model, states, mask, target[:, None]).logits[:, 0]
+            logits = seq2seq.force(model.model, states, mask, target[:, None])[:, 0]
             total += sequence_log_p(token_log_p(logits, target), target_mask).sum().item()
         tokens += int(target_mask.sum())
     return perplexity(total, tokens)
@@ -238,9 +238,11 @@ def _evaluate(
 
 def _candidate_rouge(rows: Sequence[dict[str, Any]], targets: Sequence[Sequence[str]]) -> list[list[float]]:
     """The mean ROUGE F of every candidate."""
+    import numpy as np
+
     flat = [(text, target) for row, target in zip(rows, targets, strict=True) for text in row["texts"]]
     scores = metrics.rouge([text for text, _ in flat], [target for _, target in flat])
-    mean = iter((sum(values[:, 2] for values in scores.values()) / len(scores)).tolist())
+    mean = iter(np.mean([values[:, 2] for values in scores.values()], axis=0).tolist())
     return [list(itertools.islice(mean, len(row["texts"]))) for row in rows]
 
 

@@ -49,7 +49,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         input_ids, mask = model.batch([sources[index] for index in batch])
         target, target_mask = model.batch([targets[index] for index in batch])
         states = seq2seq.encode(model.model, input_ids, mask)
-        logits = seq2seq.force(model.model, states, mask, target[:, None]).logits[:, 0]
+        logits = seq2seq.force(model.model, states, mask, target[:, None])[:, 0]
         return cross_entropy(logits, None, target, target_mask).sum(), {}
 
     problem = Problem(

@@ -13,6 +13,7 @@ import hashlib
 import io
 import json
 import lzma
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,6 +31,10 @@ LONGEST_FIELD = 1_000_000
 SHOWN = 5
 
 
+class Complaint(str):
+    """What a reader has to say of a row that it cannot give."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(StageConfig):
     train: str = option("", "file of training rows", identity=False)
@@ -44,6 +49,11 @@ class Config(StageConfig):
     max_train: int = option(0, "keep at most so many rows, chosen by a hash of their id; 0 for all", at_least=0)
     max_validation: int = option(0, "likewise", at_least=0)
     max_test: int = option(0, "likewise", at_least=0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.target_columns:
+            raise CalibeamError("target_columns must name at least one column")
 
 
 def run(config: Config, *, force: bool = False) -> Path:
@@ -61,7 +71,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         if config.task:
             splits = TASKS[config.task](config.packages)
         else:
-            splits = {split: _read_split(path, config, output) for split, path in files.items()}
+            splits = {split: _read_split(split, path, config, output) for split, path in files.items()}
             if "test" not in splits:
                 splits["validation"], splits["test"] = _halves(splits["validation"])
                 output.notes.append("no test file: half of the validation rows, by a hash of their id, became the test split")
@@ -85,7 +95,7 @@ def _as_input(path: Path) -> store.Folder:
         return store.Folder(path, hashlib.file_digest(stream, "sha256").hexdigest(), {})
 
 
-def _read_split(path: Path, config: Config, output: store.Output) -> list[Example]:
+def _read_split(split: str, path: Path, config: Config, output: store.Output) -> list[Example]:
     """The usable rows of a file; what is wrong with the others is an error or a count, as the recipe says."""
     reader = _reader(path)
     rows: list[Example] = []
@@ -107,14 +117,14 @@ def _read_split(path: Path, config: Config, output: store.Output) -> list[Exampl
         if config.bad_rows == "error":
             raise CalibeamError(f"{message}\nMend them, or pass bad_rows=skip to leave them out")
         output.notes.append(f"skipped: {message}")
-        output.counts[f"skipped_{path.name}"] = len(problems)
+        output.counts[f"{split}_skipped"] = len(problems)
     return rows
 
 
 def _example(row: Any, number: int, config: Config) -> tuple[Example | None, str]:
     """The row as an Example, or what is wrong with it."""
-    if isinstance(row, str):
-        return None, row  # the reader's own complaint
+    if isinstance(row, Complaint):
+        return None, row
     if not isinstance(row, dict):
         return None, "not an object with fields"
     texts: dict[str, list[str]] = {}
@@ -139,6 +149,8 @@ def _example(row: Any, number: int, config: Config) -> tuple[Example | None, str
     given = row.get(config.id_column)
     if given is not None and not isinstance(given, str | int):
         return None, f"field {config.id_column!r} is a {type(given).__name__}, not text or a whole number"
+    if _not_unicode(str(given)):
+        return None, f"field {config.id_column!r} is not valid Unicode"
     return Example(str(number if given is None else given), texts[config.source_column][0], targets), ""
 
 
@@ -151,7 +163,7 @@ def _not_unicode(text: str) -> bool:
 
 
 def _reader(path: Path) -> Callable[[Path], Iterator[Any]]:
-    """By the file's ending. A reader yields a dict per row, or a string that says what is wrong with it."""
+    """By the file's ending. A reader yields what is in each row, or a Complaint."""
     name = path.name.removesuffix(".gz").removesuffix(".xz")
     ending = Path(name).suffix.lower()
     if ending == ".parquet" and name == path.name:
@@ -168,7 +180,7 @@ def _bytes_of(path: Path) -> Iterator[IO[bytes]]:
     try:
         with openers.get(path.suffix, open)(path, "rb") as stream:
             yield stream
-    except (OSError, EOFError, lzma.LZMAError) as error:
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise CalibeamError(f"{path} cannot be read: {error}") from error
 
 
@@ -180,13 +192,13 @@ def _jsonl(path: Path) -> Iterator[Any]:
                 if text:
                     yield json.loads(text)
             except UnicodeDecodeError:
-                yield "not valid UTF-8"
-            except (json.JSONDecodeError, RecursionError) as error:
-                yield f"not valid JSON: {error}"
+                yield Complaint("not valid UTF-8")
+            except (ValueError, RecursionError) as error:
+                yield Complaint(f"not valid JSON: {error}")
 
 
 def _csv(path: Path) -> Iterator[Any]:
-    tab = ".tsv" in path.suffixes
+    tab = ".tsv" in path.name.lower()
     csv.field_size_limit(2 * LONGEST_FIELD)
     with _bytes_of(path) as stream:
         rows = csv.reader(
@@ -200,7 +212,7 @@ def _csv(path: Path) -> Iterator[Any]:
                 if len(row) == len(header):
                     yield dict(zip(header, row, strict=True))
                 elif row:
-                    yield f"{len(row)} fields where the header has {len(header)}"
+                    yield Complaint(f"{len(row)} fields where the header has {len(header)}")
         except csv.Error as error:
             raise CalibeamError(f"{path}, line {rows.line_num}: {error}") from error
 
@@ -213,7 +225,7 @@ def _parquet(path: Path) -> Iterator[Any]:
         with pq.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise CalibeamError(f"{path} cannot be read: {error}") from error
 
 

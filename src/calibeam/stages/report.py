@@ -1,10 +1,242 @@
-from dataclasses import dataclass
+"""Write one self-contained page that says what calibration changed.
 
+Reads:   the folders written by evaluate, before and after, and by calibrate
+Writes:  report.html, with tables, plots and outputs side by side; figures.json behind it
+Example: calibeam report out/data.toml
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import calibeam
+from calibeam import display, store
+from calibeam.paper.metrics import ROUGE_KINDS, r_m_interval
 from calibeam.recipe import StageConfig, option
+from calibeam.records import CalibeamError
+from calibeam.stages.evaluate import CANDIDATES, OUTPUTS
+
+BEFORE, AFTER = "fine-tuned", "calibrated"
+COLOURS = {BEFORE: "#8a8f98", AFTER: "#1f8a70"}
+SAMPLES = 5
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(StageConfig):
-    before: str = option(help="", identity=False)
-    after: str = option(help="", identity=False)
-    calibrated: str = option(help="", identity=False)
+    before: str = option(help="the folder written by evaluate for the fine-tuned model", identity=False)
+    after: str = option(help="the folder written by evaluate for the calibrated model", identity=False)
+    calibrated: str = option(help="the folder written by calibrate", identity=False)
+    title: str = option("What calibration changed", "of the page")
+
+
+def run(config: Config, *, force: bool = False) -> Path:
+    before, after = store.read(config.before, "evaluate"), store.read(config.after, "evaluate")
+    calibrated = store.read(config.calibrated, "calibrate")
+    output = store.Output("report", config, {"before": before, "after": after, "calibrated": calibrated}, force=force)
+    comparison = compare(before, after)
+    if not output.done:
+        with output.writing():
+            page = render(
+                "report.html",
+                title=config.title,
+                version=calibeam.__version__,
+                comparison=comparison,
+                plots=_plots(comparison, before, after, calibrated),
+                samples=_samples(comparison, before, after),
+                stages=_history(calibrated, before, after),
+            )
+            (output.folder / "report.html").write_text(page, encoding="utf-8")
+            output.write_json("figures.json", comparison)
+    show(comparison)
+    return output.path
+
+
+def compare(before: store.Folder, after: store.Folder) -> dict[str, Any]:
+    """Both evaluations, setting by setting, with paired intervals of the difference."""
+    left, right = _results(before), _results(after)
+    if before.manifest["origin"]["inputs"]["data"] != after.manifest["origin"]["inputs"]["data"]:
+        raise CalibeamError(f"{before.path} and {after.path} evaluate different data")
+    by_name = {result["setting"]: result for result in right["settings"]}
+    shared = [(result, by_name[result["setting"]]) for result in left["settings"] if result["setting"] in by_name]
+    if not shared or left["examples"] != right["examples"]:
+        raise CalibeamError(f"{before.path} and {after.path} were not decoded in the same ways")
+    scores = [_scores(folder) for folder in (before, after)]
+    rows = []
+    for result, other in shared:
+        low, high = r_m_interval(scores[0][result["setting"]], scores[1][result["setting"]])
+        difference = other["r_m"] - result["r_m"]
+        rows.append({
+            "setting": result["setting"], "before": result, "after": other, "difference": difference,
+            "relative": difference / result["r_m"] if result["r_m"] else None, "low": low, "high": high,
+        })  # fmt: skip
+    return {"split": left["split"], "examples": left["examples"], "before": left, "after": right, "rows": rows}
+
+
+def show(comparison: dict[str, Any]) -> None:
+    display.table(
+        f"Before and after on {comparison['examples']:,} held-out examples ({comparison['split']})",
+        ("decoder", "R_m before", "after", "change (95% interval)", "rep% before", "after", "agreement before", "after"),
+        [
+            (
+                row["setting"],
+                f"{100 * row['before']['r_m']:.2f}",
+                f"{100 * row['after']['r_m']:.2f}",
+                f"{100 * row['difference']:+.2f} ({100 * row['low']:+.2f} to {100 * row['high']:+.2f})",
+                f"{100 * row['before']['repetition_rate']:.1f}",
+                f"{100 * row['after']['repetition_rate']:.1f}",
+                *(_percent(row[side]["similarity_agreement"]) for side in ("before", "after")),
+            )
+            for row in comparison["rows"]
+        ],
+    )
+
+
+def render(template: str, **values: Any) -> str:
+    """A template of this folder; what goes into HTML is escaped, in Markdown it is not markup that can run."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    environment = Environment(
+        loader=FileSystemLoader(Path(__file__).parent),
+        autoescape=template.endswith(".html"),
+        undefined=StrictUndefined,
+        trim_blocks=False,
+        keep_trailing_newline=True,
+    )
+    return environment.get_template(template).render(**values)
+
+
+def _results(folder: store.Folder) -> dict[str, Any]:
+    return json.loads((folder.path / "results.json").read_text(encoding="utf-8"))
+
+
+def _scores(folder: store.Folder) -> dict[str, list[list[float]]]:
+    """ROUGE of every example, by setting."""
+    found: dict[str, list[list[float]]] = {}
+    for row in folder.rows("outputs", OUTPUTS):
+        found.setdefault(row["setting"], []).append([row[kind] for kind in ROUGE_KINDS])
+    return found
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{value:.1%}"
+
+
+def _samples(comparison: dict[str, Any], before: store.Folder, after: store.Folder) -> list[dict[str, Any]]:
+    """The largest gains, the largest losses and some in between, for the last setting both have."""
+    setting = comparison["rows"][-1]["setting"]
+    data = store.read(before.manifest["input_places"]["data"], "prepare")
+    examples = {example.id: example for example in data.examples(comparison["split"])}
+    left, right = (
+        {row["id"]: row for row in folder.rows("outputs", OUTPUTS) if row["setting"] == setting} for folder in (before, after)
+    )
+
+    def gain(name: str) -> float:
+        return sum(right[name][kind] - left[name][kind] for kind in ROUGE_KINDS) / len(ROUGE_KINDS)
+
+    order = sorted(left, key=gain, reverse=True)
+    middle = order[SAMPLES:-SAMPLES][:: max(1, len(order) // SAMPLES)][:SAMPLES]
+    groups = (("Largest gains", order[:SAMPLES]), ("In between", middle), ("Largest losses", order[-SAMPLES:]))
+    return [
+        {
+            "kind": kind,
+            "setting": setting,
+            "rows": [
+                {"example": examples[name], "before": left[name], "after": right[name], "gain": gain(name)}
+                for name in dict.fromkeys(names)
+            ],
+        }
+        for kind, names in groups
+    ]
+
+
+def _history(calibrated: store.Folder, before: store.Folder, after: store.Folder) -> list[dict[str, Any]]:
+    """The manifests behind the page, in the order the data walked, as far back as they are still there."""
+    scored = store.read(calibrated.manifest["input_places"]["scored"], "score")
+    decoded = store.read(scored.manifest["input_places"]["candidates"], "decode")
+    prepared = store.read(decoded.manifest["input_places"]["data"], "prepare")
+    return [folder.manifest for folder in (prepared, decoded, scored, calibrated, before, after)]
+
+
+def _plots(comparison: dict[str, Any], before: store.Folder, after: store.Folder, calibrated: store.Folder) -> dict[str, str]:
+    return {
+        "Quality against number of candidates": _plot_candidates(comparison),
+        "Likelihood against similarity, before and after": _plot_likelihood(comparison, before, after),
+        "Training": _plot_training(calibrated),
+    }
+
+
+def _plot_candidates(comparison: dict[str, Any]) -> str:
+    figure, axes = _figure(1)
+    methods = dict.fromkeys((row["before"]["method"], row["before"]["length_alpha"]) for row in comparison["rows"])
+    for (method, alpha), marker in zip(methods, "os^Dvx" * len(methods), strict=False):
+        rows = [row for row in comparison["rows"] if (row["before"]["method"], row["before"]["length_alpha"]) == (method, alpha)]
+        for side, name in (("before", BEFORE), ("after", AFTER)):
+            axes[0].plot(
+                [row[side]["num_candidates"] for row in rows], [100 * row[side]["r_m"] for row in rows],
+                marker=marker, color=COLOURS[name], label=f"{name}, {method}" + (f", alpha {alpha:g}" if alpha else ""),
+            )  # fmt: skip
+    axes[0].set(xlabel="candidates", ylabel="R_m")
+    axes[0].legend(frameon=False)
+    return _svg(figure)
+
+
+def _plot_likelihood(comparison: dict[str, Any], before: store.Folder, after: store.Folder) -> str:
+    """Candidates of the setting with most of them, each as its distance from its source's mean."""
+    import numpy as np
+
+    setting = max(comparison["rows"], key=lambda row: row["before"]["num_candidates"])["setting"]
+    figure, axes = _figure(2, sharex=True, sharey=True)
+    for axis, folder, name in zip(axes, (before, after), (BEFORE, AFTER), strict=True):
+        points = [
+            np.stack([np.array(row[key]) - np.mean(row[key]) for key in ("log_p", "similarity")])
+            for row in folder.rows("candidates", CANDIDATES)
+            if row["setting"] == setting and len(row["log_p"]) > 1
+        ]
+        axis.set(title=f"{name}, {setting}", xlabel="log P less the source's mean")
+        if not points:
+            continue
+        log_p, similarity = np.concatenate(points, axis=1)
+        axis.plot(log_p, similarity, ".", markersize=2, alpha=0.25, color=COLOURS[name], rasterized=True)
+        edges = np.unique(np.quantile(log_p, np.linspace(0, 1, 11)))
+        places = np.clip(np.searchsorted(edges, log_p, side="right") - 1, 0, max(len(edges) - 2, 0))
+        means = [(log_p[places == tenth].mean(), similarity[places == tenth].mean()) for tenth in np.unique(places)]
+        axis.plot(*zip(*means, strict=True), "-o", color="#d1495b", markersize=4, label="mean by tenth of likelihood")
+        axis.legend(frameon=False)
+    axes[0].set_ylabel("similarity less the source's mean")
+    return _svg(figure)
+
+
+def _plot_training(calibrated: store.Folder) -> str:
+    lines = (calibrated.path / "log.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = [record for record in map(json.loads, lines) if "train" in record]
+    figure, axes = _figure(3)
+    for axis, key in zip(axes, ("calibration", "regularization", "agreement"), strict=True):
+        axis.plot([record["step"] for record in steps], [record["train"][key] for record in steps], color=COLOURS[AFTER])
+        axis.set(title=key, xlabel="step")
+    return _svg(figure)
+
+
+def _figure(columns: int, **options: Any) -> tuple[Any, Sequence[Any]]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.6 * columns if columns < 3 else 11, 3.4), layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False, **options)[0]
+    for axis in axes:
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    return figure, axes
+
+
+def _svg(figure: Any) -> str:
+    """As a data URI: an image can run nothing, whatever text is in it."""
+    import matplotlib
+
+    with io.BytesIO() as stream, matplotlib.rc_context({"svg.hashsalt": "calibeam"}):
+        figure.savefig(stream, format="svg", dpi=120, metadata={"Date": None})
+        return "data:image/svg+xml;base64," + base64.b64encode(stream.getvalue()).decode()

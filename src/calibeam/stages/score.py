@@ -64,6 +64,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         output.write_rows("scored", ({**row, "similarity": s} for row, s in zip(rows, scores, strict=True)), store.SCORED)
         agreeing, pairs = map(sum, zip(*(pair_agreement(r["log_p"], s) for r, s in zip(rows, scores, strict=True)), strict=True))
         output.counts |= {
+            "split": decoding["split"],
             "sources": len(rows),
             "candidates": sum(map(len, scores)),
             "sources_without_a_pair": sum(len(set(s)) < 2 for s in scores),
@@ -117,7 +118,7 @@ def outputs(
     tuned: Seq2Seq, states: Tensor, source_mask: Tensor, texts: list[list[str]], token_ids: list[list[list[int]]]
 ) -> Outputs:
     """Sequences as a similarity sees them; every source must have as many."""
-    from calibeam.seq2seq import force
+    from calibeam.seq2seq import force_states
 
     ids, mask = tuned.batch([row for sequences in token_ids for row in sequences])
     shape = (len(token_ids), len(token_ids[0]), -1)
@@ -125,7 +126,7 @@ def outputs(
     return Outputs(
         texts,
         mask,
-        lambda: force(tuned.model, states, source_mask, ids).states,
+        lambda: force_states(tuned.model, states, source_mask, ids),
         lambda: tuned.model.get_input_embeddings()(ids),
     )
 

@@ -58,7 +58,7 @@ def pairs(package: str) -> Iterator[tuple[str, str, str]]:
             continue
         try:
             tree = ast.parse(file.read_text(encoding="utf-8"))
-        except (SyntaxError, UnicodeDecodeError, RecursionError, ValueError):
+        except (OSError, SyntaxError, RecursionError, ValueError):
             continue
         module = ".".join([package, *parts[:-1], parts[-1].removesuffix(".py")])
         found = [(name, node, _first_line(ast.get_docstring(node))) for name, node in _definitions(tree, module)]
@@ -66,8 +66,9 @@ def pairs(package: str) -> Iterator[tuple[str, str, str]]:
             if ast.get_docstring(node) is not None:
                 node.body = node.body[1:]
         for name, node, line in found:
-            if line and node.body:
-                yield name, _code(node), line
+            code = _code(node) if line and node.body else None
+            if line and code:
+                yield name, code, line
 
 
 def split_of(name: str) -> str:
@@ -84,12 +85,17 @@ def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Definition]]
             name = f"{prefix}.{child.name}"
             yield name, child
             yield from _definitions(child, name)
+        elif isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _definitions(child, prefix)
 
 
-def _code(node: Definition) -> str:
+def _code(node: Definition) -> str | None:
     beginning = copy.copy(node)
     beginning.body = [part for part in node.body[:20] if not isinstance(part, Definition) or part.body]
-    return ast.unparse(beginning)[:LONGEST_SOURCE]
+    try:
+        return ast.unparse(beginning)[:LONGEST_SOURCE]
+    except RecursionError:
+        return None
 
 
 def _first_line(docstring: str | None) -> str | None:

@@ -1,0 +1,229 @@
+"""The command line, as a user runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import calibeam
+from calibeam import store
+from calibeam.stages import STAGES, prepare
+
+VERBS = [*(name for name in STAGES if name not in ("report", "export")), "run", "calibrate-model", "doctor"]
+ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
+
+
+def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(  # noqa: S603
+        [sys.executable, "-m", "calibeam", *arguments], capture_output=True, text=True, timeout=60, env=ENVIRONMENT
+    )
+
+
+def refused(*arguments: str | Path) -> str:
+    """What is said on standard error about a mistake."""
+    done = command(*arguments)
+    assert "Traceback" not in done.stderr
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith("error: ")
+    return done.stderr
+
+
+@pytest.fixture
+def data(tmp_path: Path, rows_file: Callable[..., Path]) -> Path:
+    """A prepared dataset."""
+    train, validation = rows_file("train.jsonl", 4), rows_file("validation.jsonl", 4, first=10)
+    return prepare.run(prepare.Config(output=str(tmp_path / "data"), train=str(train), validation=str(validation)))
+
+
+# Help
+
+
+def test_help_shows_where_to_start_and_every_verb() -> None:
+    done = command("--help")
+    assert done.returncode == 0
+    assert "calibeam run recipe.toml" in done.stdout
+    for verb in (*STAGES, "run", "calibrate-model", "doctor"):
+        assert f"\n  {verb} " in done.stdout
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_every_verb_says_what_it_reads_and_writes_and_gives_an_example(verb: str) -> None:
+    done = command(verb, "--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for word in ("Reads:", "Writes:", "Example:", f"calibeam {verb}"):
+        assert word in done.stdout
+
+
+def test_the_help_of_a_stage_lists_every_setting_with_its_default_and_choices() -> None:
+    text = " ".join(command("decode", "--help").stdout.split())
+    assert "data the folder written by prepare; needed" in text
+    assert "method how to search (beam, diverse_beam, nucleus); default beam" in text
+    assert "num_candidates candidates per source; default 15" in text
+    assert "groups for diverse_beam: groups of beams; one beam each if not given; default none" in text
+
+
+def test_help_and_mistakes_are_answered_without_torch(tmp_path: Path) -> None:
+    lines = [[verb, "--help"] for verb in VERBS]
+    lines += [["--version"], ["decode", "outptu=x"], ["run", str(tmp_path / "absent.toml")], ["prepare", f"output={tmp_path}"]]
+    code = f"""
+import sys
+from calibeam.cli import main
+for line in {lines!r}:
+    sys.argv = ["calibeam", *line]
+    try:
+        main()
+    except SystemExit as end:
+        print("ended with", end.code)
+print("heavy:", sorted({{"torch", "transformers", "matplotlib"}} & set(sys.modules)))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)  # noqa: S603
+    assert done.stdout.count("ended with 0") == len(VERBS) + 1
+    assert done.stdout.count("ended with 2") == 3
+    assert done.stdout.endswith("heavy: []\n")
+
+
+def test_version() -> None:
+    done = command("--version")
+    assert (done.returncode, done.stdout) == (0, f"calibeam {calibeam.__version__}\n")
+
+
+# Mistakes in settings
+
+
+def test_an_unknown_key_is_refused_with_the_nearest() -> None:
+    assert refused("decode", "output=x", "num_candidate=3") == (
+        "error: unknown key decode.num_candidate; did you mean num_candidates?\n"
+    )
+
+
+def test_a_setting_of_another_stage_is_not_silently_dropped(tmp_path: Path, data: Path) -> None:
+    setting = f"train={tmp_path / 'train.jsonl'}", f"validation={tmp_path / 'validation.jsonl'}"
+    assert "prepaer" in refused("prepare", f"output={tmp_path / 'out'}", *setting, "prepaer.max_train=1")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_unknown_key_in_a_recipe_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'output = "{tmp_path / "run"}"\nmodel = "m"\n[calibrate]\nbetta = 3\n')
+    assert refused("run", recipe) == "error: unknown key calibrate.betta; did you mean beta?\n"
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_missing_recipe_is_named(tmp_path: Path) -> None:
+    assert refused("run", tmp_path / "absent.toml") == f"error: no recipe at {tmp_path / 'absent.toml'}\n"
+
+
+# prepare
+
+
+def test_prepare_with_a_recipe_and_with_settings_alone(tmp_path: Path, rows_file: Callable[..., Path]) -> None:
+    rows_file("train.jsonl", 4)
+    rows_file("validation.jsonl", 4, first=10)
+    recipe = tmp_path / "recipe.toml"
+    files = [f"{split}={tmp_path / split}.jsonl" for split in ("train", "validation")]
+    recipe.write_text(f'output = "{tmp_path / "run"}"\nmodel = "m"\n[prepare]\nmax_train = 2\n')
+    done = command("prepare", recipe, *files)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "2 train, 2 validation, 2 test rows" in done.stdout
+    assert store.read(tmp_path / "run" / "prepare", "prepare").manifest["settings"]["max_train"] == 2
+    alone = f"output={tmp_path / 'alone'}"
+    assert command("prepare", alone, *files).returncode == 0
+    assert len(store.read(tmp_path / "alone", "prepare").examples("train")) == 4
+    assert "settings.max_train: 0 there, 1 now" in refused("prepare", alone, *files, "max_train=1")
+    assert command("prepare", alone, *files, "max_train=1", "--force").returncode == 0
+    assert len(store.read(tmp_path / "alone", "prepare").examples("train")) == 1
+
+
+def test_a_bad_row_is_an_error_with_file_and_row(tmp_path: Path, rows_file: Callable[..., Path]) -> None:
+    train = rows_file("train.jsonl", 2)
+    with train.open("a") as file:
+        file.write('{"source": "no target"}\n')
+    message = refused("prepare", f"output={tmp_path / 'out'}", f"train={train}", f"validation={train}")
+    assert f"{train} has 1 rows that cannot be used:\n  row 3: no field 'target'; it has 'source'\n" in message
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path, rows_file: Callable[..., Path]) -> None:
+    train = rows_file("train.jsonl", 4)
+    assert str(train) in refused("prepare", f"output={train}/out", f"train={train}", f"validation={train}")
+
+
+def test_escapes_in_data_and_file_names_never_reach_the_terminal(tmp_path: Path) -> None:
+    evil = "\x1b[31m\x1b]0;title\x07\x9b2J\u202e"
+    file = tmp_path / f"{evil}.jsonl"
+    good, odd = {"id": f"x{evil}", "source": "s", "target": "t"}, {evil: "s"}
+    file.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in (good, good, odd, odd | {"source": 1})))
+    places = f"train={file}", f"validation={file}", f"test={file}"
+    skipped = command("prepare", f"output={tmp_path / 'out'}", *places, "bad_rows=skip")
+    assert skipped.returncode == 0
+    assert "row 2: field 'id' repeats the id" in skipped.stdout
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(r'"\u001b[31m" = 3')
+    said = [
+        skipped.stdout,
+        skipped.stderr,
+        refused("prepare", f"output={tmp_path / 'other'}", *places),
+        refused("run", recipe),
+        refused("run", tmp_path / evil),
+    ]
+    for text in said:
+        assert not set("\x1b\x07\x9b\u202e") & set(text)
+
+
+def test_a_file_name_that_is_not_unicode_is_no_reason_to_break_down(tmp_path: Path, rows_file: Callable[..., Path]) -> None:
+    odd = rows_file("train.jsonl", 4).rename(tmp_path / os.fsdecode(b"caf\xe9.jsonl"))
+    done = command("prepare", f"output={tmp_path / 'out'}", f"train={odd}", f"validation={odd}")
+    assert "Traceback" not in done.stderr
+    assert done.returncode in (0, 2)
+    assert (tmp_path / "out").exists() == (done.returncode == 0)
+
+
+def test_an_interrupted_stage_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+    arguments = ["prepare", f"output={tmp_path / 'out'}", "task=docstrings"]
+    line = [sys.executable, "-m", "calibeam", *arguments]
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
+        deadline = time.monotonic() + 30
+        while not (tmp_path / ".out.partial").exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said == "error: interrupted; nothing half-written was left behind\n"
+    assert not (tmp_path / "out").exists()
+    assert not (tmp_path / ".out.partial").exists()
+
+
+# decode
+
+
+def test_decode_refuses_a_folder_that_is_not_a_model(tmp_path: Path, data: Path) -> None:
+    assert refused("decode", f"output={tmp_path / 'out'}", f"data={data}", f"model={data}") == (
+        f"error: {data} is not a model: it has no config.json\n"
+    )
+
+
+def test_decode_refuses_more_source_tokens_than_the_model_has_positions(tmp_path: Path, data: Path, model_folder: Any) -> None:
+    places = f"output={tmp_path / 'out'}", f"data={data}", f"model={model_folder('bart')}"
+    assert refused("decode", *places, "max_source_length=100", "max_new_tokens=10") == (
+        "error: max_source_length is 100, but the model has 64 positions\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_decode_refuses_a_decoder_only_model(tmp_path: Path, data: Path, tokenizer: Any) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    folder = tmp_path / "gpt2"
+    GPT2LMHeadModel(GPT2Config(vocab_size=len(tokenizer), n_positions=64, n_embd=8, n_layer=1, n_head=1)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    message = refused("decode", f"output={tmp_path / 'out'}", f"data={data}", f"model={folder}")
+    assert message.startswith(f"error: {folder} holds a gpt2 model, which is not an encoder-decoder")

@@ -1,0 +1,431 @@
+"""Stage folders: whole or not there at all, and nothing damaged is read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import calibeam
+from calibeam import store
+from calibeam.recipe import StageConfig, option
+from calibeam.records import CalibeamError, Example
+
+ROWS = [
+    {"id": "a", "source": "one", "targets": ["1"]},
+    {"id": "b", "source": " two\n", "targets": ["2", "zwei"]},
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(StageConfig):
+    width: int = option(1)
+    names: tuple[str, ...] = option(("x",))
+    speed: int = option(1, identity=False)
+
+
+def stage(path: Path, *, kind: str = "prepare", inputs: Any = None, force: bool = False, **settings: Any) -> store.Output:
+    return store.Output(kind, Config(output=str(path), **settings), inputs or {}, force=force)
+
+
+def write(path: Path, **how: Any) -> store.Folder:
+    output = stage(path, **how)
+    with output.writing():
+        output.write_rows("train", ROWS, store.EXAMPLES)
+        (output.folder / "model").mkdir()
+        (output.folder / "model" / "notes.txt").write_text("hello")
+        output.counts["train"] = 2
+        output.notes.append("a note")
+    return store.read(path, how.get("kind", "prepare"))
+
+
+def everything_under(path: Path) -> dict[str, bytes]:
+    return {file.relative_to(path).as_posix(): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    manifest = json.loads((path / store.MANIFEST).read_text())
+    change(manifest)
+    (path / store.MANIFEST).write_text(json.dumps(manifest))
+
+
+def reseal(manifest: dict[str, Any]) -> None:
+    """The digest that belongs to the list of files, as whoever edits on purpose would put it."""
+    lines = "".join(f"{name}\0{facts['sha256']}\n" for name, facts in sorted(manifest["files"].items()))
+    manifest["digest"] = hashlib.sha256(lines.encode()).hexdigest()
+
+
+# Writing
+
+
+def test_nothing_is_at_the_output_until_all_of_it_is(tmp_path: Path) -> None:
+    output = stage(tmp_path / "deep" / "data")
+    assert not output.done
+    with output.writing():
+        output.write_json("facts.json", {"é": 1})
+        assert not output.path.exists()
+    assert output.done
+    assert json.loads((output.path / "facts.json").read_text(encoding="utf-8")) == {"é": 1}
+    assert not output.folder.exists()
+
+
+@pytest.mark.parametrize("error", [ValueError, CalibeamError, KeyboardInterrupt])
+def test_an_exception_leaves_neither_the_folder_nor_a_part_of_it(tmp_path: Path, error: type[BaseException]) -> None:
+    output = stage(tmp_path / "data")
+
+    def write_some_and_fail() -> None:
+        with output.writing():
+            output.write_rows("train", ROWS, store.EXAMPLES)
+            raise error
+
+    with pytest.raises(error):
+        write_some_and_fail()
+    assert not output.path.exists()
+    assert not output.folder.exists()
+    assert not output.done
+    assert write(tmp_path / "data").examples("train")
+
+
+def test_an_exception_while_making_it_again_keeps_the_old_result(tmp_path: Path) -> None:
+    write(tmp_path / "data")
+    before = everything_under(tmp_path / "data")
+    with pytest.raises(ValueError, match="stop"), stage(tmp_path / "data", width=2, force=True).writing():
+        raise ValueError("stop")
+    assert everything_under(tmp_path / "data") == before
+
+
+def test_what_was_written_is_read_back(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data")
+    assert folder.examples("train") == [Example("a", "one", ("1",)), Example("b", " two\n", ("2", "zwei"))]
+    assert folder.splits == ["train"]
+    with pytest.raises(CalibeamError, match="has no test split; it has train"):
+        folder.examples("test")
+
+
+def test_a_table_with_other_columns_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CalibeamError, match=r"train\.parquet has columns \['id', 'source', 'targets'\], not \['id', 'token_ids'"):
+        write(tmp_path / "data").rows("train", store.CANDIDATES)
+
+
+def test_the_manifest_says_what_was_made_from_what_and_with_what(tmp_path: Path) -> None:
+    data = write(tmp_path / "data")
+    folder = write(tmp_path / "next", kind="decode", inputs={"data": data}, width=3, names=("p", "q"), speed=9)
+    manifest = folder.manifest
+    assert manifest["kind"] == "decode"
+    assert manifest["settings"] == {"output": str(tmp_path / "next"), "width": 3, "names": ["p", "q"], "speed": 9}
+    assert manifest["origin"]["settings"] == {"width": 3, "names": ["p", "q"]}
+    assert manifest["origin"]["inputs"] == {"data": data.digest}
+    assert manifest["input_places"] == {"data": str(tmp_path / "data")}
+    assert manifest["versions"]["calibeam"] == manifest["calibeam"] == calibeam.__version__
+    assert {"python", "torch", "transformers", "pyarrow"} <= set(manifest["versions"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", manifest["started"])
+    assert 0 <= manifest["seconds"] < 60
+    assert (manifest["counts"], manifest["notes"]) == ({"train": 2}, ["a note"])
+    files = everything_under(folder.path)
+    del files[store.MANIFEST]
+    assert set(files) == {"train.parquet", "model/notes.txt"}
+    assert manifest["files"] == {
+        name: {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()} for name, content in files.items()
+    }
+
+
+def test_the_digest_follows_the_contents_alone(tmp_path: Path) -> None:
+    first, again = write(tmp_path / "a"), write(tmp_path / "b", speed=2)
+    assert first.digest == again.digest
+    other = stage(tmp_path / "c")
+    with other.writing():
+        other.write_rows("train", ROWS[:1], store.EXAMPLES)
+    assert store.read(other.path, "prepare").digest != first.digest
+
+
+# Done, or made otherwise
+
+
+def test_what_is_done_is_done_and_settings_that_change_nothing_do_not_count(tmp_path: Path) -> None:
+    write(tmp_path / "data")
+    assert stage(tmp_path / "data").done
+    assert stage(tmp_path / "data", speed=5).done
+
+
+def test_a_changed_setting_is_refused_with_what_it_was_and_is(tmp_path: Path) -> None:
+    write(tmp_path / "data")
+    with pytest.raises(CalibeamError) as error:
+        stage(tmp_path / "data", width=2, names=("y",))
+    message = str(error.value)
+    assert str(tmp_path / "data") in message
+    assert "settings.width: 1 there, 2 now" in message
+    assert "settings.names: ['x'] there, ['y'] now" in message
+    assert "speed" not in message
+    assert "--force" in message
+
+
+def test_a_changed_input_or_kind_is_refused(tmp_path: Path) -> None:
+    data, other = write(tmp_path / "data"), store.Folder(tmp_path, "0" * 64, {})
+    write(tmp_path / "next", kind="decode", inputs={"data": data})
+    assert stage(tmp_path / "next", kind="decode", inputs={"data": data}).done
+    with pytest.raises(CalibeamError, match=rf"inputs\.data: '{data.digest}' there, '{other.digest}' now"):
+        stage(tmp_path / "next", kind="decode", inputs={"data": other})
+    with pytest.raises(CalibeamError, match="kind: 'decode' there, 'score' now"):
+        stage(tmp_path / "next", kind="score", inputs={"data": data})
+
+
+def test_force_makes_it_again_without_a_trace_of_the_old(tmp_path: Path) -> None:
+    write(tmp_path / "data")
+    output = stage(tmp_path / "data", width=2, force=True)
+    assert not output.done
+    with output.writing():
+        output.write_json("only.json", 1)
+    assert set(everything_under(tmp_path / "data")) == {"only.json", store.MANIFEST}
+    assert store.read(tmp_path / "data", "prepare").manifest["settings"]["width"] == 2
+
+
+# Places that are not for writing
+
+
+@pytest.mark.parametrize("force", [False, True])
+@pytest.mark.parametrize(
+    "files",
+    [{"thesis.txt": "years of work"}, {"thesis.txt": "x", "manifest.json": '{"name": "a web app"}'}],
+    ids=["no manifest", "another program's manifest"],
+)
+def test_a_folder_that_is_not_a_stage_is_refused_and_left_alone(tmp_path: Path, files: dict[str, str], force: bool) -> None:
+    folder = tmp_path / "mine"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    before = everything_under(tmp_path)
+    with pytest.raises(CalibeamError, match="mine"):
+        write(folder, force=force)
+    assert everything_under(tmp_path) == before
+
+
+def test_a_file_at_the_output_is_refused_even_with_force_and_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    with pytest.raises(CalibeamError, match="mine is in use: it exists and is not a calibeam stage"):
+        stage(tmp_path / "mine", force=True)
+    assert (tmp_path / "mine").read_text() == "precious"
+
+
+def test_an_empty_folder_may_be_filled(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    assert write(tmp_path / "data").splits == ["train"]
+
+
+@pytest.mark.parametrize("place", ["", ".", "/"])
+def test_a_place_without_a_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CalibeamError, match="output"):
+        store.Output("prepare", Config(output=place), {})
+
+
+def test_a_place_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CalibeamError, match="file"):
+        write(tmp_path / "file" / "data")
+
+
+# Damage
+
+
+def flip_a_byte(path: Path) -> None:
+    content = bytearray((path / "train.parquet").read_bytes())
+    content[len(content) // 2] ^= 1
+    (path / "train.parquet").write_bytes(content)
+
+
+def truncate(path: Path) -> None:
+    (path / "train.parquet").write_bytes((path / "train.parquet").read_bytes()[:-1])
+
+
+def replace_with_a_link(path: Path) -> None:
+    (path / "train.parquet").rename(path.parent / "moved.parquet")
+    (path / "train.parquet").symlink_to(path.parent / "moved.parquet")
+
+
+def link_within(path: Path) -> None:
+    (path / "train.parquet").rename(path / "moved.parquet")
+    (path / "train.parquet").symlink_to("moved.parquet")
+
+
+def replace_a_folder_with_a_link(path: Path) -> None:
+    (path / "model").rename(path.parent / "moved")
+    (path / "model").symlink_to(path.parent / "moved")
+
+
+def name_outside(name: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        (path.parent / "x").write_text("secret")
+        facts = {"bytes": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
+        edit(path, lambda manifest: manifest["files"].update({name.format(parent=path.parent): facts}))
+        edit(path, reseal)
+
+    return damage
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "flipped byte": (flip_a_byte, r"train\.parquet is damaged"),
+    "truncated": (truncate, r"train\.parquet is damaged"),
+    "missing": (lambda path: (path / "train.parquet").unlink(), r"train\.parquet is missing, though .*manifest\.json lists it"),
+    "link to elsewhere": (replace_with_a_link, r"manifest\.json names a file outside its folder: train\.parquet"),
+    "link within": (link_within, r"manifest\.json names a file outside its folder: train\.parquet"),
+    "folder linked": (replace_a_folder_with_a_link, r"manifest\.json names a file outside its folder: model/notes\.txt"),
+    "file above": (name_outside("../x"), r"manifest\.json names a file outside its folder: \.\./x"),
+    "absolute file": (name_outside("{parent}/x"), r"manifest\.json names a file outside its folder: /.*/x"),
+    "the folder itself": (name_outside("."), r"manifest\.json names a file outside its folder: \."),
+}
+
+
+@pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
+def test_a_damaged_folder_is_neither_read_nor_taken_as_done(tmp_path: Path, damage: Any, message: str) -> None:
+    path = tmp_path / "data"
+    write(path)
+    damage(path)
+    with pytest.raises(CalibeamError, match=message):
+        store.read(path, "prepare")
+    with pytest.raises(CalibeamError, match=message):
+        stage(path)
+    assert write(path, force=True).splits == ["train"]
+
+
+EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "digest": lambda manifest: manifest.update(digest="0" * 64),
+    "a file taken off the list": lambda manifest: manifest["files"].pop("model/notes.txt"),
+    "list emptied": lambda manifest: manifest.update(files={}),
+    "a field removed": lambda manifest: manifest.pop("origin"),
+    "a field of another type": lambda manifest: manifest.update(counts=[1]),
+    "size removed": lambda manifest: manifest["files"]["train.parquet"].pop("bytes"),
+    "facts of another type": lambda manifest: manifest["files"].update({"train.parquet": 3}),
+    "a setting": lambda manifest: manifest["settings"].update(width=7),
+    "an input": lambda manifest: manifest["origin"].update(inputs={"data": "0" * 64}),
+}
+
+
+@pytest.mark.parametrize("change", EDITS.values(), ids=EDITS)
+def test_an_edited_manifest_is_refused(tmp_path: Path, change: Any) -> None:
+    write(tmp_path / "data")
+    edit(tmp_path / "data", change)
+    with pytest.raises(CalibeamError, match=r"manifest\.json is damaged"):
+        store.read(tmp_path / "data", "prepare")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'"text"'])
+def test_a_manifest_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
+    write(tmp_path / "data")
+    (tmp_path / "data" / store.MANIFEST).write_bytes(content)
+    with pytest.raises(CalibeamError, match=r"manifest\.json is damaged"):
+        store.read(tmp_path / "data", "prepare")
+
+
+def test_a_file_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) -> None:
+    folder = write(tmp_path / "data")
+    (folder.path / "test.parquet").write_bytes((folder.path / "train.parquet").read_bytes())
+    with pytest.raises(CalibeamError, match="has no test split"):
+        store.read(folder.path, "prepare").examples("test")
+
+
+def test_another_format_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "data")
+    edit(tmp_path / "data", lambda manifest: manifest["origin"].update(format=99))
+    with pytest.raises(CalibeamError, match="data was written in format 99; this is format 1"):
+        store.read(tmp_path / "data", "prepare")
+
+
+def test_another_kind_of_folder_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "data")
+    with pytest.raises(CalibeamError, match="data was written by `prepare`, but `decode` output is needed here"):
+        store.read(tmp_path / "data", "decode")
+
+
+def test_a_folder_that_is_missing_or_unfinished_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CalibeamError, match="nowhere does not exist: run the stage that writes it first"):
+        store.read(tmp_path / "nowhere", "prepare")
+    with pytest.raises(CalibeamError, match=r"is not a finished calibeam stage: it has no manifest\.json"):
+        store.read(tmp_path, "prepare")
+
+
+def test_a_models_folder_is_verified_by_the_stage_around_it(tmp_path: Path) -> None:
+    folder = write(tmp_path / "tuned", kind="finetune")
+    before = store.read_model(folder.path / "model")
+    (folder.path / "model" / "notes.txt").write_text("jello")
+    with pytest.raises(CalibeamError, match=r"model/notes\.txt is damaged"):
+        store.read_model(folder.path / "model")
+    loose = tmp_path / "loose"
+    loose.mkdir()
+    (loose / "notes.txt").write_text("hello")
+    (loose / "README.md").write_text("not part of the model")
+    assert store.read_model(loose).digest == before.digest
+    (loose / "notes.txt").write_text("jello")
+    assert store.read_model(loose).digest != before.digest
+
+
+# Other processes
+
+WRITER = """
+import sys
+from calibeam import recipe, store
+output = store.Output("prepare", recipe.StageConfig(output=sys.argv[1]), {})
+with output.writing():
+    output.write_json("half.json", 1)
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Any:
+    """A real process in the middle of writing `data`; it finishes when its standard input is closed."""
+    with subprocess.Popen(  # noqa: S603
+        [sys.executable, "-c", WRITER, str(tmp_path / "data")], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"writing\n"
+        yield process
+        process.kill()
+
+
+def test_a_second_writer_is_refused_while_the_first_is_at_work_and_does_it_no_harm(tmp_path: Path, writer: Any) -> None:
+    with pytest.raises(CalibeamError, match="data is in use: another process is writing it"):
+        write(tmp_path / "data")
+    writer.communicate()
+    assert writer.returncode == 0
+    folder = store.read(tmp_path / "data", "prepare")
+    assert set(folder.manifest["files"]) == {"half.json"}
+
+
+def test_a_killed_process_leaves_no_result_and_the_next_run_succeeds(tmp_path: Path, writer: Any) -> None:
+    writer.kill()
+    assert writer.wait() == -signal.SIGKILL
+    assert not (tmp_path / "data").exists()
+    folder = write(tmp_path / "data")
+    assert set(folder.manifest["files"]) == {"train.parquet", "model/notes.txt"}
+    assert "half.json" not in everything_under(tmp_path / "data")
+
+
+# One file
+
+
+def test_write_file_replaces_the_file_as_a_whole(tmp_path: Path) -> None:
+    file = tmp_path / "deep" / "page.html"
+    store.write_file(file, "old" * 10_000)
+    with file.open(encoding="utf-8") as reader:
+        assert reader.read(3) == "old"
+        store.write_file(file, "née")
+        assert reader.read() == "old" * 9_999  # who was reading the old one reads it to its end
+    assert file.read_text(encoding="utf-8") == "née"
+    assert [path.name for path in file.parent.iterdir()] == ["page.html"]
+
+
+def test_write_file_keeps_the_old_file_where_the_new_one_cannot_be_written(tmp_path: Path) -> None:
+    store.write_file(tmp_path / "page.html", "old")
+    with pytest.raises(UnicodeEncodeError):
+        store.write_file(tmp_path / "page.html", "x" * 100_000 + "\ud800")
+    assert (tmp_path / "page.html").read_text() == "old"
