@@ -301,8 +301,11 @@ def test_a_table_may_put_its_stage_elsewhere_or_read_from_elsewhere() -> None:
 
 
 def test_evaluation_into_one_folder_of_its_own_is_one_step() -> None:
-    steps = pipeline.plan({"output": "run", "model": "m", "evaluate": {"output": "ev", "model": "other"}})
-    assert [(step.config.output, step.config.model) for step in steps if step.stage == "evaluate"] == [("ev", "other")]
+    tables = {"output": "run", "model": "m", "evaluate": {"output": "ev", "model": "other"}}
+    steps = pipeline.plan(tables, only="evaluate")
+    assert [(step.config.output, step.config.model) for step in steps] == [("ev", "other")]
+    with pytest.raises(CalibeamError, match="evaluates two models"):
+        pipeline.plan(tables)
 
 
 def test_a_stage_that_was_put_elsewhere_is_read_from_there() -> None:

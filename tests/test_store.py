@@ -59,9 +59,11 @@ def edit(path: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def reseal(manifest: dict[str, Any]) -> None:
-    """The digest that belongs to the list of files, as whoever edits on purpose would put it."""
+    """The digest and the seal that belong to an edited manifest, as whoever edits on purpose would put them."""
     lines = "".join(f"{name}\0{facts['sha256']}\n" for name, facts in sorted(manifest["files"].items()))
     manifest["digest"] = hashlib.sha256(lines.encode()).hexdigest()
+    rest = {key: value for key, value in manifest.items() if key != "seal"}
+    manifest["seal"] = hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 # Writing
@@ -335,6 +337,7 @@ def test_a_file_that_the_manifest_does_not_list_is_not_read(tmp_path: Path) -> N
 def test_another_format_is_refused(tmp_path: Path) -> None:
     write(tmp_path / "data")
     edit(tmp_path / "data", lambda manifest: manifest["origin"].update(format=99))
+    edit(tmp_path / "data", reseal)
     with pytest.raises(CalibeamError, match="data was written in format 99; this is format 1"):
         store.read(tmp_path / "data", "prepare")
 

@@ -34,7 +34,7 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="[RECIPE.toml] [KEY=VALUE]...", show_default=False, help="a recipe, then settings that override it"),
 ]
-Force = Annotated[bool, typer.Option("--force", help="make it again where the settings or inputs have changed")]
+Force = Annotated[bool, typer.Option("--force", help="make again what was made with other settings or inputs, or is damaged")]
 
 
 def main() -> None:

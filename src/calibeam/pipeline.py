@@ -53,6 +53,8 @@ def plan(tables: dict[str, Any], only: str | None = None) -> list[Step]:
 def run(tables: dict[str, Any], *, only: str | None = None, force: bool = False) -> None:
     """Run the steps in order, or those of one stage; what is done and verified is skipped."""
     steps = plan(tables, only)
+    for step in steps:
+        store.is_free(Path(step.config.output))  # refuse a folder in use now, not after hours of work
     for number, step in enumerate(steps, start=1):
         display.say(f"[{number}/{len(steps)}] {step.stage} -> {step.config.output}", style="bold")
         step.run(force=force)

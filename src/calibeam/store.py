@@ -99,6 +99,14 @@ def verify(path: Path, manifest: dict[str, Any]) -> None:
             raise CalibeamError(f"{file} is damaged: it does not match the size and SHA-256 in {path / MANIFEST}")
 
 
+def _is_whole(path: Path, manifest: dict[str, Any]) -> bool:
+    try:
+        verify(path, manifest)
+    except CalibeamError:
+        return False
+    return True
+
+
 class Output:
     """A stage folder to be: already `done`, or written inside `with output.writing():`."""
 
@@ -122,14 +130,12 @@ class Output:
 
     def _is_done(self) -> bool:
         """Whether the folder is there, whole, and made from the same settings and inputs."""
-        if not self.path.exists() or (self.path.is_dir() and not any(self.path.iterdir())):
+        if is_free(self.path):
             return False
-        if not (self.path / MANIFEST).is_file():
-            raise CalibeamError(f"{self.path} is in use: it exists and is not a calibeam stage. Choose another output")
-        manifest = _manifest(self.path)  # also before --force, which must not remove what is not ours
-        if self._force:
-            return False
+        manifest = _manifest(self.path)  # also with --force, which must not remove what is not ours
         changes = _differences(manifest["origin"], self._origin)
+        if self._force:
+            return not changes and _is_whole(self.path, manifest)
         if changes:
             raise CalibeamError(
                 f"{self.path} holds a result of another making:\n  "
@@ -193,6 +199,15 @@ class Output:
             shutil.rmtree(self.path)
         os.replace(self.folder, self.path)
         _sync(self.path.parent)
+
+
+def is_free(path: Path) -> bool:
+    """Whether nothing is at an output's place yet. What is there and is not a stage is refused."""
+    if not path.exists() or (path.is_dir() and not any(path.iterdir())):
+        return True
+    if not (path / MANIFEST).is_file():
+        raise CalibeamError(f"{path} is in use: it exists and is not a calibeam stage. Choose another output")
+    return False
 
 
 def write_file(path: Path, text: str) -> None:

@@ -203,8 +203,9 @@ def test_a_bad_row_is_an_error_with_file_row_and_field_or_is_skipped(
     assert str(error.value).startswith(f"{file} has 1 rows that cannot be used:\n  row 3: {message}")
     folder = run_validation(file, bad_rows="skip")
     assert [example.id for example in folder.examples("validation")] == ["first", "2", "4"]
-    assert folder.manifest["counts"]["skipped_rows.jsonl"] == 1
-    assert any(f"{file} has 1 rows that cannot be used:\n  row 3: {message}" in note for note in folder.manifest["notes"])
+    assert folder.manifest["counts"]["validation_skipped"] == 1
+    expected = f"{file.name} has 1 rows that cannot be used:\n  row 3: {message}"
+    assert any(expected in note for note in folder.manifest["notes"])
 
 
 BAD_CSV: dict[str, tuple[bytes, str]] = {
@@ -262,7 +263,7 @@ def test_rows_skipped_from_files_of_one_name_are_all_counted(tmp_path: Path, run
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "rows.jsonl").write_bytes(GOOD + b"{}\n" * bad)
     folder = run(tmp_path / "a" / "rows.jsonl", validation=str(tmp_path / "b" / "rows.jsonl"), bad_rows="skip")
-    assert sum(count for name, count in folder.manifest["counts"].items() if name.startswith("skipped")) == 3
+    assert sum(count for name, count in folder.manifest["counts"].items() if name.endswith("_skipped")) == 3
 
 
 UNREADABLE: dict[str, tuple[bytes | None, str]] = {

@@ -26,4 +26,9 @@ def sequence_log_p(token_log_p: Tensor, mask: Tensor) -> Tensor:
 
 def perplexity(total_log_p: float, tokens: int) -> float:
     """exp of the mean negative log-likelihood per token."""
-    return math.exp(-total_log_p / tokens) if tokens else math.nan
+    if not tokens:
+        return math.nan
+    try:
+        return math.exp(-total_log_p / tokens)
+    except OverflowError:
+        return math.inf

@@ -8,6 +8,7 @@ Example: calibeam calibrate out/data.toml loss=rank beta=10 regularizer=kl learn
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -106,6 +107,16 @@ class CalibrationStep:
         generator: Generator,
     ) -> tuple[Tensor, dict[str, float]]:
         """Summed over the examples, with figures to show, summed likewise."""
+        with self._same_kernels():
+            return self._summed(sources, targets, rows, generator)
+
+    def _summed(
+        self,
+        sources: Sequence[Sequence[int]],
+        targets: Sequence[Sequence[int]],
+        rows: Sequence[dict[str, Any]],
+        generator: Generator,
+    ) -> tuple[Tensor, dict[str, float]]:
         from calibeam import seq2seq
 
         device, model = self._model.device, self._model.model
@@ -128,30 +139,45 @@ class CalibrationStep:
         pairs = ordered_pairs(similarity, exists)
         agreeing = pairs & (log_p[:, :, None] > log_p[:, None, :])
         share = agreeing.sum((1, 2)) / pairs.sum((1, 2)).clamp(min=1)
-        figures = {"calibration": calibration.item(), "regularization": regularization.item(), "agreement": share.sum().item()}
+        figures = {
+            "calibration": calibration.item(),
+            "regularization": regularization.item(),
+            "agreement": share.sum().item(),
+        }
         return calibration + self.reg_weight * regularization, figures
+
+    def _same_kernels(self) -> AbstractContextManager[Any]:
+        """A learned position bias has a gradient in the model and none in the reference, and attention would
+        choose its kernel by that: T5's KL would begin at rounding errors instead of 0."""
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        learned = any("relative_attention_bias" in name for name, _ in self._reference.named_parameters())
+        return sdpa_kernel(SDPBackend.MATH) if learned else nullcontext()
 
     def _choose(self, rows: Sequence[dict[str, Any]], generator: Generator) -> tuple[Tensor, Tensor, list[list[int]]]:
         """Similarities and which candidates exist [batch, candidates], and the candidates' token ids, flat."""
         import torch
 
-        most = max(len(row["similarity"]) for row in rows)
+        chosen = [self._pair(row, generator) if self._sample else list(range(len(row["log_p"]))) for row in rows]
+        most = max(map(len, chosen))
+        exists = torch.tensor([[place < len(indices) for place in range(most)] for indices in chosen])
         similarity = torch.zeros(len(rows), most)
-        exists = torch.zeros(len(rows), most, dtype=torch.bool)
-        for place, row in enumerate(rows):
-            similarity[place, : len(row["similarity"])] = torch.tensor(row["similarity"])
-            exists[place, : len(row["similarity"])] = True
-        chosen = torch.arange(most).expand(len(rows), -1)
-        if self._sample:
-            chosen = sample_pair(similarity, exists, generator)
-            similarity, exists = similarity.gather(1, chosen), exists.gather(1, chosen)
-        empty = [self._model.ids.eos[0]]
-        token_ids = [
-            row["token_ids"][index] if index < len(row["token_ids"]) else empty
-            for row, indices in zip(rows, chosen.tolist(), strict=True)
-            for index in indices
-        ]
+        token_ids: list[list[int]] = []
+        for place, (row, indices) in enumerate(zip(rows, chosen, strict=True)):
+            similarity[place, : len(indices)] = torch.tensor([row["similarity"][index] for index in indices])
+            token_ids += [row["token_ids"][index] for index in indices]
+            token_ids += [[self._model.ids.eos[0]]] * (most - len(indices))
         return similarity, exists, token_ids
+
+    @staticmethod
+    def _pair(row: dict[str, Any], generator: Generator) -> list[int]:
+        """Drawn with the row's own random numbers, so that they do not depend on its batch mates."""
+        import torch
+
+        seed = int(torch.randint(2**62, (), generator=generator))
+        similarity = torch.tensor([row["similarity"]])
+        own = torch.Generator().manual_seed(seed)
+        return sample_pair(similarity, torch.ones_like(similarity, dtype=torch.bool), own)[0].tolist()
 
     def _refer(self, input_ids: Tensor, mask: Tensor, target: Tensor) -> Tensor:
         import torch

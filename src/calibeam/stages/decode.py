@@ -41,10 +41,8 @@ class Config(StageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        try:
-            DECODERS[self.method](self.num_candidates, self.groups, self.diversity, self.top_p)
-        except ValueError as error:
-            raise CalibeamError(str(error)) from None
+        check_search(self.method, self.num_candidates, self.groups, self.diversity, self.top_p)
+        check_output_length(self.min_new_tokens, self.max_new_tokens)
 
 
 def run(config: Config, *, force: bool = False) -> Path:
@@ -75,6 +73,18 @@ def run(config: Config, *, force: bool = False) -> Path:
         f"decode: {count:,} candidates of {len(examples):,} sources; {cut:,} sources cut, {drawn - count:,} duplicates merged"
     )
     return output.path
+
+
+def check_search(method: str, *options: Any) -> None:
+    try:
+        DECODERS[method](*options)
+    except ValueError as error:
+        raise CalibeamError(str(error)) from None
+
+
+def check_output_length(min_new_tokens: int, max_new_tokens: int) -> None:
+    if min_new_tokens > max_new_tokens:
+        raise CalibeamError(f"min_new_tokens is {min_new_tokens}, above max_new_tokens, which is {max_new_tokens}")
 
 
 def search_settings(config: Any) -> dict[str, Any]:

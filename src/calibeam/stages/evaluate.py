@@ -23,7 +23,8 @@ from calibeam.paper.decoding import DECODERS
 from calibeam.paper.likelihood import perplexity, sequence_log_p, token_log_p
 from calibeam.paper.similarity import SIMILARITIES
 from calibeam.recipe import StageConfig, option
-from calibeam.records import Example
+from calibeam.records import CalibeamError, Example
+from calibeam.stages.decode import check_output_length, check_search
 
 if TYPE_CHECKING:
     from calibeam.seq2seq import Seq2Seq
@@ -58,6 +59,21 @@ class Config(StageConfig):
     seed: int = option(0, "for nucleus", at_least=0)
     batch_size: int = option(0, "sources decoded together; 0 to choose by device", at_least=0, identity=False)
     device: str = option("auto", "auto, cpu or cuda", identity=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_output_length(self.min_new_tokens, self.max_new_tokens)
+        for name in ("methods", "num_candidates", "length_alphas"):
+            if not getattr(self, name):
+                raise CalibeamError(f"{name} must not be empty")
+        for method, number in itertools.product(self.methods, self.num_candidates):
+            options = self.search_options(method)
+            check_search(method, number, options.get("groups"), options.get("diversity", 0.0), options.get("top_p", 1.0))
+
+    def search_options(self, method: str) -> dict[str, Any]:
+        """The settings that belong to one method alone."""
+        own = {"diverse_beam": ("groups", "diversity"), "nucleus": ("top_p",)}
+        return {name: getattr(self, name) for name in own.get(method, ())}
 
 
 def run(config: Config, *, force: bool = False) -> Path:
@@ -185,8 +201,7 @@ def _evaluate(
     settings = {
         "method": method, "num_candidates": num_candidates, "length_alpha": alpha,
         "max_new_tokens": config.max_new_tokens, "min_new_tokens": config.min_new_tokens,
-        **({"groups": config.groups, "diversity": config.diversity} if method == "diverse_beam" else {}),
-        **({"top_p": config.top_p} if method == "nucleus" else {}),
+        **config.search_options(method),
     }  # fmt: skip
     rows = decode_all(
         model,

@@ -113,10 +113,10 @@ def _read_split(split: str, path: Path, config: Config, output: store.Output) ->
     if problems:
         listed = "\n  ".join(f"row {number}: {problem}" for number, problem in problems[:SHOWN])
         more = f"\n  and {len(problems) - SHOWN:,} more" if len(problems) > SHOWN else ""
-        message = f"{path} has {len(problems):,} rows that cannot be used:\n  {listed}{more}"
+        message = f"has {len(problems):,} rows that cannot be used:\n  {listed}{more}"
         if config.bad_rows == "error":
-            raise CalibeamError(f"{message}\nMend them, or pass bad_rows=skip to leave them out")
-        output.notes.append(f"skipped: {message}")
+            raise CalibeamError(f"{path} {message}\nMend them, or pass bad_rows=skip to leave them out")
+        output.notes.append(f"skipped: {path.name} {message}")
         output.counts[f"{split}_skipped"] = len(problems)
     return rows
 

@@ -64,8 +64,10 @@ def compare(before: store.Folder, after: store.Folder) -> dict[str, Any]:
         raise CalibeamError(f"{before.path} and {after.path} evaluate different data")
     by_name = {result["setting"]: result for result in right["settings"]}
     shared = [(result, by_name[result["setting"]]) for result in left["settings"] if result["setting"] in by_name]
-    if not shared or left["examples"] != right["examples"]:
-        raise CalibeamError(f"{before.path} and {after.path} were not decoded in the same ways")
+    if not shared or any(result["signature"] != other["signature"] for result, other in shared):
+        raise CalibeamError(f"{before.path} and {after.path} were not decoded and measured in the same ways")
+    if (left["split"], left["examples"]) != (right["split"], right["examples"]):
+        raise CalibeamError(f"{before.path} and {after.path} evaluate different examples")
     scores = [_scores(folder) for folder in (before, after)]
     rows = []
     for result, other in shared:

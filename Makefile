@@ -1,0 +1,30 @@
+# Two commands on a fresh machine: `make demo` and `make test`. Both make .venv and install by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed
+
+.PHONY: demo test check browser clean
+
+demo: $(INSTALLED)  ## calibrate the small model that ships with calibeam, and write out/demo/report.html
+	$(BIN)/calibeam run recipes/demo.toml
+
+test: check browser  ## everything that CI runs
+	$(BIN)/pytest
+
+check: $(INSTALLED)
+	$(BIN)/ruff check src tests
+	$(BIN)/ruff format --check -q src tests
+	$(BIN)/mypy
+
+browser:  # the report's tests open it in a real browser
+	@command -v chromium >/dev/null || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null) \
+	  || (echo "the tests need chromium: please install it" && exit 1)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $(INSTALLED)
+
+clean:
+	rm -rf $(VENV) out

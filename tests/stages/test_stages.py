@@ -1,0 +1,460 @@
+"""Every stage, run for real on real files and tiny models."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from rouge_score import rouge_scorer
+from torch import Tensor
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+
+import calibeam
+from calibeam import seq2seq, store
+from calibeam.paper.calibration import CALIBRATION_LOSSES
+from calibeam.paper.regularization import REGULARIZERS
+from calibeam.paper.similarity import span_similarity
+from calibeam.records import CalibeamError, Outputs
+from calibeam.seq2seq import Seq2Seq
+from calibeam.stages import calibrate, create, decode, evaluate, finetune, prepare, score
+from conftest import sentence, tiny_model
+
+ROUGE = ("rouge1", "rouge2", "rougeLsum")
+LENGTHS = {"max_source_length": 24, "max_target_length": 10}
+SEARCH = {"num_candidates": 4, "max_new_tokens": 8, "max_source_length": 24}
+Make = Callable[..., Path]
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def made_up_rows(first: int, count: int, **other: Any) -> list[dict[str, Any]]:
+    """Two references each: the first words of the source, and its last."""
+    sources = [sentence(i, 8 + i % 5) for i in range(first, first + count)]
+    targets = [[" ".join(words[:4]), " ".join(words[-3:])] for words in map(str.split, sources)]
+    return [{"source": s, "target": t, "id": f"row-{first + i}", **other}
+            for i, (s, t) in enumerate(zip(sources, targets, strict=True))]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("stages")
+
+
+@pytest.fixture(scope="module")
+def data(work: Path) -> str:
+    files = {name: write_rows(work / f"{name}.jsonl", made_up_rows(first, count))
+             for name, first, count in (("train", 0, 16), ("validation", 100, 4), ("test", 8, 6))}  # fmt: skip
+    return str(prepare.run(prepare.Config(output=str(work / "data"), **files)))
+
+
+@pytest.fixture(scope="module")
+def tuned(work: Path, data: str, tokenizer: Any) -> str:
+    """A model that has learnt its rows, the test rows among them, well enough for figures other than 0."""
+    start = work / "start"
+    seq2seq.save(Seq2Seq(tiny_model("t5", 0, len(tokenizer)), tokenizer), start)
+    settings = {"learning_rate": 2e-2, "batch_size": 16, "micro_batch_size": 16, "max_steps": 60, "eval_steps": 60}
+    return str(finetune.run(finetune.Config(data=data, model=str(start), output=str(work / "tuned"), **LENGTHS, **settings)))
+
+
+@pytest.fixture(scope="module")
+def candidates(work: Path, data: str, tuned: str) -> str:
+    return str(decode.run(decode.Config(data=data, model=tuned, output=str(work / "decode"), **SEARCH)))
+
+
+@pytest.fixture(scope="module")
+def scored(work: Path, data: str, tuned: str, candidates: str) -> str:
+    return str(score.run(score.Config(data=data, model=tuned, candidates=candidates, output=str(work / "score"))))
+
+
+def decoded(folder: str | Path) -> list[dict[str, Any]]:
+    return store.read(folder, "decode").rows("candidates", store.CANDIDATES)
+
+
+def similarities(folder: Path) -> list[list[float]]:
+    return [row["similarity"] for row in store.read(folder, "score").rows("scored", store.SCORED)]
+
+
+def counts(folder: str | Path) -> dict[str, Any]:
+    return json.loads((Path(folder) / store.MANIFEST).read_text())["counts"]
+
+
+# decode
+
+METHODS = [{"method": "beam"}, {"method": "diverse_beam", "groups": 2, "diversity": 0.5}, {"method": "nucleus", "top_p": 0.2}]
+
+
+@pytest.mark.parametrize("settings", METHODS, ids=lambda settings: settings["method"])
+def test_candidates_are_distinct_ordered_and_have_their_own_log_p(
+    settings: dict[str, Any], tmp_path: Path, data: str, tuned: str
+) -> None:
+    places = {"data": data, "model": tuned}
+    folder, other = (
+        decode.run(decode.Config(**places, output=str(tmp_path / f"size-{size}"), batch_size=size, **SEARCH, **settings))
+        for size in (1, 5)
+    )
+    rows, model = decoded(folder), seq2seq.load(seq2seq.locate(tuned), device="cpu")
+    examples = store.read(data, "prepare").examples("train")
+    assert [row["id"] for row in rows] == [example.id for example in examples]
+    for row, again, example in zip(rows, decoded(other), examples, strict=True):
+        assert row["token_ids"] == again["token_ids"]
+        assert row["times_drawn"] == again["times_drawn"]
+        assert row["log_p"] == pytest.approx(again["log_p"], abs=1e-4)
+        assert len(set(map(tuple, row["token_ids"]))) == len(row["token_ids"]) <= 4
+        assert row["log_p"] == sorted(row["log_p"], reverse=True)
+        assert row["texts"] == [model.text(ids) for ids in row["token_ids"]]
+        sources, mask = model.batch(model.encode_sources([example.source], 24)[0])
+        token_ids, _ = model.batch(row["token_ids"])
+        log_p = calibeam.sequence_log_p(model.model, sources, mask, token_ids[None])
+        assert row["log_p"] == pytest.approx(log_p[0].tolist(), abs=1e-4)
+    if settings["method"] == "nucleus":
+        assert all(sum(row["times_drawn"]) == 4 for row in rows)
+        assert counts(folder)["merged_duplicates"] > 0
+    total = sum(len(row["log_p"]) for row in rows)
+    assert counts(folder)["candidates"] == total
+    assert counts(folder)["merged_duplicates"] == sum(sum(row["times_drawn"]) for row in rows) - total
+
+
+def test_samples_depend_on_the_seed_and_not_on_the_batch(tmp_path: Path, data: str, tuned: str) -> None:
+    def sampled(name: str, **settings: Any) -> list[Any]:
+        config = decode.Config(data=data, model=tuned, output=str(tmp_path / name), method="nucleus", **SEARCH, **settings)
+        return [row["token_ids"] for row in decoded(decode.run(config))]
+
+    together = sampled("together", seed=1)
+    assert sampled("apart", seed=1, batch_size=1) == together
+    assert sampled("other", seed=2) != together
+
+
+@pytest.mark.parametrize("stage", [decode, evaluate])
+def test_more_tokens_at_least_than_at_most_are_refused(stage: Any, tmp_path: Path, data: str, tuned: str) -> None:
+    with pytest.raises(CalibeamError, match="min_new_tokens"):
+        stage.run(stage.Config(data=data, model=tuned, output=str(tmp_path / "out"), min_new_tokens=9, max_new_tokens=8))
+
+
+def test_evaluate_refuses_groups_that_do_not_divide_the_candidates(tmp_path: Path, data: str, tuned: str) -> None:
+    settings = {"methods": ("diverse_beam",), "num_candidates": (4, 5), "groups": 2, "max_new_tokens": 8}
+    with pytest.raises(CalibeamError, match="groups"):
+        evaluate.run(evaluate.Config(data=data, model=tuned, output=str(tmp_path / "out"), **settings))
+
+
+# score
+
+
+def hidden_states(model: Seq2Seq, source: str, token_ids: list[int]) -> Tensor:
+    """The decoder's last states by transformers' own way, one sequence at a time."""
+    sources, mask = model.batch(model.encode_sources([source], 24)[0])
+    output = model.model(
+        input_ids=sources, attention_mask=mask, labels=torch.tensor([token_ids]), output_hidden_states=True
+    )  # fmt: skip
+    return output.decoder_hidden_states[-1][0]
+
+
+@pytest.mark.parametrize("similarity", ["decoder", "tokens", "rouge"])
+def test_a_score_is_the_similarity_to_the_best_reference(
+    similarity: str, tmp_path: Path, data: str, tuned: str, candidates: str
+) -> None:
+    config = score.Config(
+        data=data, model=tuned, candidates=candidates, output=str(tmp_path / "score"), similarity=similarity, batch_size=5
+    )
+    found = similarities(score.run(config))
+    model = seq2seq.load(seq2seq.locate(tuned), device="cpu")
+    scorer = rouge_scorer.RougeScorer(list(ROUGE), use_stemmer=True)
+
+    def by_hand(source: str, text: str, token_ids: list[int], target: str) -> float:
+        if similarity == "rouge":
+            return sum(scorer.score(target, text)[kind].fmeasure for kind in ROUGE) / 3
+        target_ids = model.encode_targets([target], 128)[0][0]
+        if similarity == "tokens":
+            states = [model.model.get_input_embeddings()(torch.tensor(ids)) for ids in (token_ids, target_ids)]
+        else:
+            states = [hidden_states(model, source, ids) for ids in (token_ids, target_ids)]
+        masks = [torch.ones(len(state), dtype=torch.bool) for state in states]
+        return span_similarity(*states, *masks).item()
+
+    best = []
+    for row, example, values in zip(decoded(candidates), store.read(data, "prepare").examples("train"), found, strict=True):
+        assert len(example.targets) == 2
+        for text, token_ids, value in zip(row["texts"], row["token_ids"], values, strict=True):
+            each = [by_hand(example.source, text, token_ids, target) for target in example.targets]
+            assert value == pytest.approx(max(each), abs=1e-4)
+            best.append(each.index(max(each)))
+    assert {0, 1} == set(best)
+
+
+def more_letters(candidates: Outputs, target: Outputs) -> Tensor:
+    return torch.tensor([[float(len(text)) for text in texts] for texts in candidates.texts])
+
+
+def test_a_similarity_of_ones_own(tmp_path: Path, data: str, tuned: str, candidates: str) -> None:
+    config = score.Config(data=data, model=tuned, candidates=candidates, output=str(tmp_path / "score"), similarity=more_letters)
+    folder = score.run(config)
+    assert similarities(folder) == [[len(text) for text in row["texts"]] for row in decoded(candidates)]
+    assert "more_letters" in json.loads((folder / store.MANIFEST).read_text())["settings"]["similarity"]
+
+
+def test_scoring_refuses_candidates_of_another_model_or_of_other_data(
+    tmp_path: Path, data: str, tuned: str, candidates: str, model_folder: Make, rows_file: Make
+) -> None:
+    rows = str(rows_file("rows.jsonl", 16))
+    other = str(prepare.run(prepare.Config(output=str(tmp_path / "other"), train=rows, validation=rows)))
+    given = {"data": data, "model": tuned, "candidates": candidates, "output": str(tmp_path / "score")}
+    with pytest.raises(CalibeamError, match="decoded with another model than"):
+        score.run(score.Config(**{**given, "model": str(model_folder("t5", seed=1))}))
+    with pytest.raises(CalibeamError, match="decoded with another data than"):
+        score.run(score.Config(**{**given, "data": other}))
+    assert not (tmp_path / "score").exists()
+
+
+# calibrate
+
+
+def a_config(**settings: Any) -> calibrate.Config:
+    return calibrate.Config(**{"data": "", "model": "", "scored": "", "output": "", **LENGTHS, **settings})
+
+
+def a_batch(model: Seq2Seq, count: int = 5) -> tuple[Any, ...]:
+    """Sources, targets and scored candidates of many lengths, some with fewer than others."""
+    sources, _ = model.encode_sources([sentence(i, 4 + i) for i in range(count)], 24)
+    targets, _ = model.encode_targets([sentence(50 + i, 1 + i) for i in range(count)], 10)
+    rows = []
+    for i in range(count):
+        token_ids, _ = model.encode_targets([sentence(100 + 10 * i + k, 1 + k) for k in range(2 + i % 3)], 10)
+        rows.append({"token_ids": token_ids, "similarity": [0.5 * k for k in range(len(token_ids))]})
+    return sources, targets, rows, torch.Generator().manual_seed(0)
+
+
+@pytest.mark.parametrize("count", [1, 5])
+@pytest.mark.parametrize("family", ["t5", "t5-untied", "bart", "pegasus"])
+def test_the_divergence_from_the_reference_is_exactly_0_before_the_first_step(family: str, count: int, tokenizer: Any) -> None:
+    model, reference = (Seq2Seq(tiny_model(family, 0, len(tokenizer)), tokenizer) for _ in range(2))
+    step = calibrate.CalibrationStep(model, reference, a_config(regularizer="kl"))
+    assert step.loss(*a_batch(model, count))[1]["regularization"] == 0.0
+    with torch.no_grad():
+        model.model.get_decoder().embed_tokens.weight.mul_(1.1)
+    assert step.loss(*a_batch(model, count))[1]["regularization"] > 0.0
+
+
+@pytest.mark.parametrize("family", ["t5", "bart"])
+def test_the_cross_entropy_regularizer_is_the_finetuning_loss(family: str, tokenizer: Any) -> None:
+    model = Seq2Seq(tiny_model(family, 0, len(tokenizer)), tokenizer)
+    sources, targets, rows, generator = a_batch(model)
+    step = calibrate.CalibrationStep(model, copy.deepcopy(model), a_config(regularizer="cross_entropy", reg_weight=3.0))
+    loss, figures = step.loss(sources, targets, rows, generator)
+    by_hand = 0.0
+    for source, target in zip(sources, targets, strict=True):
+        output = model.model(input_ids=torch.tensor([source]), labels=torch.tensor([target]))
+        by_hand += output.loss.item() * len(target)
+    assert figures["regularization"] == pytest.approx(by_hand, rel=1e-5)
+    assert loss.item() == pytest.approx(figures["calibration"] + 3.0 * by_hand, rel=1e-5)
+
+
+def test_the_weight_of_the_regularizer_follows_the_learning_rate(tokenizer: Any) -> None:
+    model = Seq2Seq(tiny_model("t5", 0, len(tokenizer)), tokenizer)
+    for rate in (1e-5, 1e-4, 3e-6):
+        step = calibrate.CalibrationStep(model, copy.deepcopy(model), a_config(learning_rate=rate))
+        assert rate * step.reg_weight == pytest.approx(1e-5)
+    assert calibrate.CalibrationStep(model, copy.deepcopy(model), a_config(reg_weight=0.0)).reg_weight == 0.0
+
+
+@pytest.mark.parametrize(
+    ("loss", "regularizer", "pairs"),
+    [*itertools.product(CALIBRATION_LOSSES, REGULARIZERS, ["sampled"]), *itertools.product(["rank", "margin"], ["kl"], ["all"])],
+)
+def test_every_loss_and_regularizer_runs_and_changes_the_model(
+    loss: str, regularizer: str, pairs: str, tmp_path: Path, data: str, tuned: str, scored: str
+) -> None:
+    settings = {"loss": loss, "regularizer": regularizer, "pairs": pairs, "learning_rate": 1e-3, "reg_weight": 1.0}
+    size = {"batch_size": 8, "max_steps": 1, "select_examples": 2, "select_num_beams": 2, **LENGTHS}
+    folder = calibrate.run(
+        calibrate.Config(data=data, model=tuned, scored=scored, output=str(tmp_path / "out"), **settings, **size)
+    )
+    start, step, end = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    assert math.isfinite(step["train"]["loss"])
+    assert abs(end["validation"]["perplexity"] - start["validation"]["perplexity"]) > 1e-3
+    AutoModelForSeq2SeqLM.from_pretrained(folder / "model")
+
+
+def test_calibration_raises_the_agreement_of_likelihood_and_similarity(
+    tmp_path: Path, data: str, tuned: str, scored: str
+) -> None:
+    settings = {"learning_rate": 1e-3, "reg_weight": 0.0, "pairs": "all", "batch_size": 16, "max_steps": 8, **LENGTHS}
+    size = {"select_examples": 1, "select_num_beams": 1, "eval_steps": 8}
+    folder = calibrate.run(
+        calibrate.Config(data=data, model=tuned, scored=scored, output=str(tmp_path / "out"), **settings, **size)
+    )
+    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    agreement = [record["train"]["agreement"] for record in records if "train" in record]
+    assert agreement[-1] > agreement[0] + 0.1
+
+
+def test_rows_without_ids_do_not_mix_the_splits(tmp_path: Path, tuned: str) -> None:
+    """Both files number their rows from 1; calibration has to learn the training targets all the same."""
+    files = {}
+    for name, first in (("train", 0), ("validation", 100), ("test", 200)):
+        rows = [{"source": row["source"], "target": row["target"][0]} for row in made_up_rows(first, 4)]
+        files[name] = write_rows(tmp_path / f"{name}.jsonl", rows)
+    folders = {"data": str(prepare.run(prepare.Config(output=str(tmp_path / "data"), **files))), "model": tuned}
+    splits = {split: store.read(folders["data"], "prepare").examples(split) for split in ("train", "validation")}
+    assert [row.id for row in splits["train"]] == [row.id for row in splits["validation"]] == ["1", "2", "3", "4"]
+    found = decode.run(decode.Config(**folders, output=str(tmp_path / "decode"), **SEARCH))
+    scored = score.run(score.Config(**folders, candidates=str(found), output=str(tmp_path / "score")))
+    seen: list[list[int]] = []
+
+    def watching(logits: Tensor, reference_logits: Tensor | None, target: Tensor, mask: Tensor) -> Tensor:
+        seen.extend(row[kept].tolist() for row, kept in zip(target, mask, strict=True))
+        return REGULARIZERS["kl"](logits, reference_logits, target, mask)
+
+    calibrate.run(
+        calibrate.Config(
+            **folders,
+            scored=str(scored),
+            output=str(tmp_path / "out"),
+            regularizer=watching,
+            batch_size=4,
+            max_steps=1,
+            **LENGTHS,
+        )
+    )
+    model = seq2seq.load(seq2seq.locate(tuned), device="cpu")
+    targets, _ = model.encode_targets([row.targets[0] for row in splits["train"]], 10)
+    assert sorted(seen) == sorted(targets)
+    sources = [row.source for row in splits["train"]]
+    for row, source in zip(decoded(found), sources, strict=True):
+        ids, mask = model.batch(model.encode_sources([source], 24)[0])
+        log_p = calibeam.sequence_log_p(model.model, ids, mask, model.batch(row["token_ids"])[0][None])
+        assert row["log_p"] == pytest.approx(log_p[0].tolist(), abs=1e-4)
+
+
+# evaluate
+
+GRID = {"methods": ("beam", "diverse_beam", "nucleus"), "num_candidates": (1, 4), "length_alphas": (0.0, 1.0)}
+
+
+@pytest.fixture(scope="module")
+def evaluation(work: Path, data: str, tuned: str) -> store.Folder:
+    config = evaluate.Config(data=data, model=tuned, output=str(work / "evaluate"), max_new_tokens=8, **LENGTHS, **GRID)
+    return store.read(evaluate.run(config), "evaluate")
+
+
+@pytest.fixture(scope="module")
+def results(evaluation: store.Folder) -> dict[str, Any]:
+    return json.loads((evaluation.path / "results.json").read_text())
+
+
+def test_every_combination_is_evaluated_and_signed(results: dict[str, Any]) -> None:
+    keys = ("method", "num_candidates", "length_alpha")
+    assert [tuple(row[key] for key in keys) for row in results["settings"]] == list(itertools.product(*GRID.values()))
+    assert len({row["setting"] for row in results["settings"]}) == 12
+    for row in results["settings"]:
+        parts = row["signature"].split("|")
+        assert {f"decoder:{row['method']}", f"candidates:{row['num_candidates']}", f"alpha:{row['length_alpha']:g}"} <= {*parts}
+        assert {"split:test", "similarity:decoder", "tokens:0-8", f"calibeam:{calibeam.__version__}"} <= {*parts}
+
+
+def test_the_figures_are_those_of_the_outputs(evaluation: store.Folder, results: dict[str, Any], data: str) -> None:
+    targets = {example.id: example.targets for example in store.read(data, "prepare").examples("test")}
+    scorer = rouge_scorer.RougeScorer(list(ROUGE), use_stemmer=True)
+    outputs = evaluation.rows("outputs", evaluate.OUTPUTS)
+    assert results["examples"] == len(targets) == 6
+    for result in results["settings"]:
+        rows = [row for row in outputs if row["setting"] == result["setting"]]
+        assert [row["id"] for row in rows] == list(targets)
+        each = [scorer.score_multi(list(targets[row["id"]]), row["output"]) for row in rows]
+        means = {kind: sum(scores[kind].fmeasure for scores in each) / len(each) for kind in ROUGE}
+        assert {kind: result[kind] for kind in ROUGE} == pytest.approx(means)
+        assert result["r_m"] == pytest.approx(math.prod(means.values()) ** (1 / 3))
+        assert result["words"] == pytest.approx(sum(len(row["output"].split()) for row in rows) / len(rows))
+        assert result["repetition_rate"] == sum(row["repeats"] for row in rows) / len(rows)
+    assert any(result["rouge2"] > 0 for result in results["settings"])
+
+
+def test_the_output_is_the_candidate_that_ranks_first(evaluation: store.Folder, results: dict[str, Any]) -> None:
+    alphas = {result["setting"]: result["length_alpha"] for result in results["settings"]}
+    outputs = evaluation.rows("outputs", evaluate.OUTPUTS)
+    for row, output in zip(evaluation.rows("candidates", evaluate.CANDIDATES), outputs, strict=True):
+        assert (row["setting"], row["id"]) == (output["setting"], output["id"])
+        rank = [log_p / len(ids) ** alphas[row["setting"]] for log_p, ids in zip(row["log_p"], row["token_ids"], strict=True)]
+        assert rank[0] == pytest.approx(max(rank), abs=1e-5)
+        assert (output["output"], output["log_p"]) == (row["texts"][0], row["log_p"][0])
+
+
+@pytest.mark.parametrize("kind", ["similarity", "rouge"])
+def test_agreement_is_the_share_of_pairs_in_the_same_order(kind: str, evaluation: store.Folder, results: dict[str, Any]) -> None:
+    candidates = evaluation.rows("candidates", evaluate.CANDIDATES)
+    for result in results["settings"]:
+        agreeing, pairs = 0.0, 0
+        for row in candidates:
+            if row["setting"] != result["setting"]:
+                continue
+            for (p, q), (other_p, other_q) in itertools.combinations(zip(row["log_p"], row[kind], strict=True), 2):
+                if q != other_q:
+                    pairs += 1
+                    agreeing += 0.5 if p == other_p else (p > other_p) == (q > other_q)
+        if result["num_candidates"] == 1:
+            assert result[f"{kind}_agreement"] is None
+        else:
+            assert result[f"{kind}_agreement"] == pytest.approx(agreeing / pairs)
+
+
+def test_perplexity_is_that_of_the_models_own_loss(results: dict[str, Any], data: str, tuned: str) -> None:
+    folder = seq2seq.locate(tuned)
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    total, tokens = 0.0, 0
+    for example in store.read(data, "prepare").examples("test"):
+        source = tokenizer(example.source, truncation=True, max_length=24, return_tensors="pt")
+        for target in example.targets:
+            labels = tokenizer(target, truncation=True, max_length=10, return_tensors="pt").input_ids
+            with torch.no_grad():
+                total += model(input_ids=source.input_ids, labels=labels).loss.item() * labels.shape[1]
+            tokens += labels.shape[1]
+    assert results["perplexity"] == pytest.approx(math.exp(total / tokens), rel=1e-5)
+    assert results["perplexity_signature"].startswith("perplexity|per token")
+
+
+def test_similarity_is_measured_in_the_reference_model(tmp_path: Path, data: str, tuned: str, model_folder: Make) -> None:
+    settings = {"num_candidates": (4,), "max_new_tokens": 8, **LENGTHS}
+    folders = [
+        evaluate.run(evaluate.Config(data=data, model=tuned, reference=judge, output=str(tmp_path / name), **settings))
+        for name, judge in (("own", ""), ("named", tuned), ("other", str(model_folder("t5", seed=3))))
+    ]
+    own, named, other = (store.read(folder, "evaluate").rows("candidates", evaluate.CANDIDATES) for folder in folders)
+    assert own == named
+    assert [row["token_ids"] for row in own] == [row["token_ids"] for row in other]
+    assert [row["similarity"] for row in own] != [row["similarity"] for row in other]
+
+
+# create
+
+TEXTS = [
+    "the red fox",
+    "zażółć gęślą jaźń",
+    "🦊👩‍👩‍👧 🏴‍☠️",
+    "two\nlines\n\nand\ttabs",
+    "  spaces  around , and . marks ! ",
+    "日本語 <b> \x00 \u202e",
+]
+
+
+def test_a_created_model_loads_in_transformers_and_its_tokenizer_loses_nothing(tmp_path: Path, data: str) -> None:
+    size = {"vocab_size": 280, "d_model": 16, "encoder_layers": 1, "decoder_layers": 2, "num_heads": 2, "ffn_dim": 32}
+    folder = create.run(create.Config(output=str(tmp_path / "new"), data=data, max_position_embeddings=40, **size))
+    model, tokenizer = (auto.from_pretrained(folder / "model") for auto in (AutoModelForSeq2SeqLM, AutoTokenizer))
+    assert (model.config.encoder_layers, model.config.decoder_layers, model.config.d_model) == (1, 2, 16)
+    assert model.num_parameters() == counts(folder)["parameters"]
+    assert len(tokenizer) == model.config.vocab_size == counts(folder)["vocabulary"] <= 280
+    assert tokenizer.model_max_length == 40
+    for text in TEXTS:
+        ids = tokenizer(text).input_ids
+        assert ids[-1] == tokenizer.eos_token_id == model.config.eos_token_id
+        assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    output = model.generate(**tokenizer(TEXTS[0], return_tensors="pt"), max_new_tokens=3)
+    assert output.shape[1] <= 4

@@ -1,0 +1,284 @@
+"""Whole runs, from files to a checkpoint, as a user starts them."""
+
+from __future__ import annotations
+
+import csv
+import glob
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
+from typer.testing import CliRunner
+
+import calibeam
+from calibeam import pipeline, recipe, seq2seq, store
+from calibeam.cli import app
+from calibeam.records import CalibeamError
+from calibeam.stages import evaluate
+from conftest import sentence
+
+Make = Callable[..., Path]
+RECIPE = """
+output = "out"
+[prepare]
+train = "train.jsonl"
+validation = "validation.jsonl"
+[create]
+vocab_size = 280
+d_model = 16
+encoder_layers = 1
+decoder_layers = 1
+num_heads = 2
+ffn_dim = 32
+max_position_embeddings = 32
+[finetune]
+learning_rate = 1e-2
+batch_size = 8
+max_steps = 3
+max_source_length = 24
+max_target_length = 8
+[decode]
+num_candidates = 3
+max_new_tokens = 8
+max_source_length = 24
+[calibrate]
+batch_size = 8
+max_steps = 2
+max_source_length = 24
+max_target_length = 8
+[evaluate]
+num_candidates = [1, 3]
+max_new_tokens = 8
+max_source_length = 24
+max_target_length = 8
+"""
+FOLDERS = ["prepare", "create", "finetune", "decode", "score", "calibrate", "evaluate/finetuned", "evaluate/calibrated",
+           "report", "model"]  # fmt: skip
+SMALL = ["calibrate.batch_size=8", "calibrate.max_steps=2", "calibrate.select=perplexity", "evaluate.num_candidates=[1,5]"]
+
+
+def command(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Of the same calibeam, wherever it runs."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(calibeam.__file__).parents[1]), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(  # noqa: S603
+        [sys.executable, "-m", "calibeam", *arguments], capture_output=True, text=True, timeout=120, env=environment, cwd=cwd
+    )
+
+
+# calibeam run
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a recipe and its data, where the recipe ran once, as a command."""
+    folder = tmp_path_factory.mktemp("run")
+    for name, first, count in (("train", 0, 16), ("validation", 100, 8)):
+        sources = [sentence(i, 8) for i in range(first, first + count)]
+        rows = [{"source": source, "target": " ".join(source.split()[:3])} for source in sources]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (folder / "recipe.toml").write_text(RECIPE)
+    done = command("run", "recipe.toml", cwd=folder)
+    (folder / "printed").write_text(done.stdout + done.stderr)
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+@pytest.fixture
+def copy(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The same in a folder to spoil, which is the current one."""
+    shutil.copytree(place, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def tables(*settings: str) -> dict[str, Any]:
+    return recipe.override(tomllib.loads(RECIPE), settings)
+
+
+def manifests(place: Path) -> dict[str, bytes]:
+    return {name: (place / "out" / name / store.MANIFEST).read_bytes() for name in FOLDERS}
+
+
+def test_a_run_writes_every_folder_a_report_and_a_model(place: Path) -> None:
+    found = {file.parent.relative_to(place / "out").as_posix() for file in (place / "out").rglob(store.MANIFEST)}
+    assert found == set(FOLDERS)
+    assert "<table>" in (place / "out" / "report.html").read_text()
+    model = AutoModelForSeq2SeqLM.from_pretrained(place / "out" / "model")
+    tokenizer = AutoTokenizer.from_pretrained(place / "out" / "model")
+    assert model.generation_config.length_penalty == 0.0
+    assert model.generation_config.num_beams > 1
+    assert model.generate(**tokenizer("the red fox", return_tensors="pt"), max_new_tokens=4).shape[1] <= 5
+    printed = (place / "printed").read_text()
+    assert "Traceback" not in printed
+    for number, stage in enumerate(FOLDERS, start=1):
+        assert f"[{number}/{len(FOLDERS)}] " in printed
+        assert f"-> out/{stage}" in printed
+
+
+def test_a_second_run_makes_nothing_again(place: Path) -> None:
+    """A manifest holds the time at which its folder was made."""
+    before = manifests(place)
+    done = command("run", "recipe.toml", cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert manifests(place) == before
+    for work in ("step 0: validation", "decode beam", "score decoder"):
+        assert work in (place / "printed").read_text()
+        assert work not in done.stdout
+
+
+def test_a_changed_setting_is_refused_by_name_and_made_again_when_forced(copy: Path) -> None:
+    before = manifests(copy)
+    with pytest.raises(
+        CalibeamError, match=r"out/calibrate holds a result of another making:\n  settings\.beta: 10\.0 there, 5\.0 now"
+    ):
+        pipeline.run(tables("calibrate.beta=5.0"))
+    assert manifests(copy) == before
+    pipeline.run(tables("calibrate.beta=5.0"), force=True)
+    assert json.loads((copy / "out/calibrate" / store.MANIFEST).read_text())["settings"]["beta"] == 5.0
+    pipeline.run(tables("calibrate.beta=5.0"))  # all of it fits together again
+
+
+def test_force_makes_again_only_what_has_changed(copy: Path) -> None:
+    """As its help says: where the settings or inputs have changed."""
+    before = manifests(copy)
+    pipeline.run(tables("evaluate.num_candidates=[1, 2]"), force=True)
+    after = manifests(copy)
+    assert {name for name in FOLDERS if after[name] != before[name]} >= {"evaluate/finetuned", "evaluate/calibrated", "report"}
+    assert {name: after[name] for name in FOLDERS[:6]} == {name: before[name] for name in FOLDERS[:6]}
+
+
+def test_a_changed_row_is_refused_by_name(copy: Path) -> None:
+    rows = copy / "train.jsonl"
+    rows.write_text(rows.read_text().replace("the", "teh", 1))
+    with pytest.raises(CalibeamError, match=r"out/prepare holds .*\n  inputs\.train:"):
+        pipeline.run(tables())
+
+
+@pytest.mark.parametrize("name", ["prepare/train.parquet", "decode/candidates.parquet", "calibrate/model/model.safetensors",
+                                  "evaluate/finetuned/results.json", "model/README.md"])  # fmt: skip
+def test_a_flipped_byte_is_refused_with_the_name_of_the_file(name: str, copy: Path) -> None:
+    file = copy / "out" / name
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(CalibeamError, match=f"out/{name} is damaged"):
+        pipeline.run(tables())
+
+
+# calibeam calibrate-model
+
+
+@pytest.fixture
+def files(tmp_path: Path, rows_file: Make) -> list[str]:
+    """The options for 8 training rows and 6 for validation."""
+    train, validation = rows_file("train.jsonl", 8), rows_file("validation.jsonl", 6, first=50)
+    return ["--train", str(train), "--validation", str(validation), "--max-source-length", "24", "--max-target-length", "8",
+            "--num-candidates", "4", "--learning-rate", "1e-3"]  # fmt: skip
+
+
+def invoke(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, ["calibrate-model", *map(str, arguments)])
+
+
+def check_checkpoint(output: Path, work: Path, secret: Path) -> None:
+    """An ordinary checkpoint, with a card that has the figures and no place on this disk."""
+    names = {file.name for file in output.iterdir()}
+    assert {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "README.md"} <= names
+    card = (output / "README.md").read_text()
+    assert str(secret) not in card
+    assert not re.search(r"(^|[\s`'\"(])/\w+/", card)
+    before, after = (json.loads((work / "evaluate" / name / "results.json").read_text()) for name in ("finetuned", "calibrated"))
+    for left, right in zip(before["settings"], after["settings"], strict=True):
+        assert f"| {left['setting']} | {100 * left['r_m']:.2f} | {100 * right['r_m']:.2f} |" in card
+        assert right["signature"] in card
+    assert f"{before['perplexity']:.3f} before, {after['perplexity']:.3f} after" in card
+    assert (work / "report.html").is_file()
+
+
+def check_generates_what_was_evaluated(output: Path, work: Path) -> None:
+    """transformers alone, by the checkpoint's own generation config, writes the outputs that were measured."""
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
+    assert (model.generation_config.length_penalty, model.generation_config.num_beams) == (0.0, 5)
+    rows = store.read(work / "evaluate/calibrated", "evaluate").rows("outputs", evaluate.OUTPUTS)
+    measured = {row["id"]: row["output"] for row in rows if row["setting"] == "beam 5"}
+    examples = store.read(work / "prepare", "prepare").examples("test")
+    assert len(measured) == len(examples) > 1
+    for example in examples:
+        source = tokenizer(example.source, truncation=True, max_length=24, return_tensors="pt")
+        written = model.generate(**source, max_new_tokens=8)[0]
+        assert tokenizer.decode(written, skip_special_tokens=True).strip() == measured[example.id]
+
+
+@pytest.mark.parametrize("family", ["t5", "t5-untied", "bart", "pegasus"])
+def test_a_model_of_ones_own_becomes_a_checkpoint(family: str, tmp_path: Path, files: list[str], model_folder: Make) -> None:
+    settings = [*SMALL, "calibrate.regularizer=cross_entropy", "calibrate.reg_weight=1.0"]
+    done = invoke("--model", model_folder(family, name="my-model"), *files, "--output", tmp_path / "new", *settings)
+    assert done.exit_code == 0, done.output
+    work = tmp_path / "new-work"
+    check_checkpoint(tmp_path / "new", work, tmp_path)
+    assert "`my-model`" in (tmp_path / "new/README.md").read_text()
+    check_generates_what_was_evaluated(tmp_path / "new", work)
+    assert json.loads((work / "calibrate" / store.MANIFEST).read_text())["counts"]["best_step"] > 0
+    before, after = (seq2seq.load(folder, device="cpu").model for folder in (tmp_path / "my-model", tmp_path / "new"))
+    assert any((a != b).any() for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
+def test_a_table_with_columns_of_other_names_and_several_references(tmp_path: Path, model_folder: Make) -> None:
+    for name, first, count in (("train", 0, 8), ("validation", 50, 6)):
+        with (tmp_path / f"{name}.csv").open("w", newline="") as stream:
+            writer = csv.writer(stream)
+            writer.writerow(["key", "long, text", "short", "shorter"])
+            for i in range(first, first + count):
+                words = sentence(i, 8).split()
+                writer.writerow([f"k{i}", " ".join(words), " ".join(words[:3]), ", ".join(words[-2:])])
+    model_folder("bart", name="my-model")
+    columns = ["--source-column", "long, text", "--target-column", "short", "--target-column", "shorter", "--id-column", "key"]
+    done = command(
+        "calibrate-model", "--model", "my-model", "--train", "train.csv", "--validation", "validation.csv", *columns,
+        "--output", "new", "--max-source-length", "24", "--max-target-length", "8", "--num-candidates", "4", *SMALL, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    check_checkpoint(tmp_path / "new", tmp_path / "new-work", tmp_path)
+    examples = store.read(tmp_path / "new-work/prepare", "prepare").examples("train")
+    words = sentence(0, 8).split()
+    assert examples[0] == calibeam.Example("k0", " ".join(words), (" ".join(words[:3]), ", ".join(words[-2:])))
+
+
+def test_a_decoder_only_model_is_refused(tmp_path: Path, files: list[str], tokenizer: Any) -> None:
+    config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=32)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt")
+    tokenizer.save_pretrained(tmp_path / "gpt")
+    done = invoke("--model", tmp_path / "gpt", *files, "--output", tmp_path / "new")
+    assert isinstance(done.exception, CalibeamError)
+    assert "gpt2 model, which is not an encoder-decoder" in str(done.exception)
+    assert not (tmp_path / "new").exists()
+
+
+def test_an_output_folder_that_is_in_use_is_refused_before_any_work(tmp_path: Path, files: list[str], model_folder: Make) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "thesis.txt").write_text("mine")
+    done = invoke("--model", model_folder("t5"), *files, "--output", tmp_path / "new", *SMALL)
+    assert isinstance(done.exception, CalibeamError)
+    assert f"{tmp_path / 'new'} is in use" in str(done.exception)
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["thesis.txt"]
+    assert not (tmp_path / "new-work" / "calibrate").exists()
+
+
+def test_every_template_is_part_of_the_package() -> None:
+    """What pyproject.toml leaves out is missing from an installed calibeam, and only then."""
+    package = Path(calibeam.__file__).parent
+    patterns = tomllib.loads((package.parents[1] / "pyproject.toml").read_text())["tool"]["setuptools"]["package-data"][
+        "calibeam"
+    ]
+    packed = {package / name for pattern in patterns for name in glob.glob(pattern, root_dir=package, recursive=True)}
+    others = {file for file in package.rglob("*") if file.is_file() and file.suffix != ".py" and "__pycache__" not in file.parts}
+    assert others - packed == set()

@@ -1,0 +1,216 @@
+"""The training loop, through the stages that use it, on tiny models."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from calibeam import seq2seq, store
+from calibeam.records import CalibeamError
+from calibeam.stages import calibrate, decode, evaluate, finetune, prepare, score
+
+LENGTHS = {"max_source_length": 24, "max_target_length": 10}
+Make = Callable[..., Path]
+
+
+@pytest.fixture
+def data(tmp_path: Path, rows_file: Make) -> Path:
+    """8 training rows, 4 for validation, 4 for test."""
+    files = {name: str(rows_file(f"{name}.jsonl", 4 + 4 * (name == "train"), first)) for first, name in
+             ((0, "train"), (100, "validation"), (200, "test"))}  # fmt: skip
+    return prepare.run(prepare.Config(output=str(tmp_path / "data"), **files))
+
+
+@pytest.fixture
+def scored(tmp_path: Path, data: Path, model_folder: Make) -> dict[str, str]:
+    """What calibrate reads: data, a model with much dropout, and its own candidates, some with more than others."""
+    model = {"data": str(data), "model": str(with_dropout(0.5, model_folder("t5")))}
+    settings = {"method": "nucleus", "top_p": 0.05, "num_candidates": 6, "max_new_tokens": 8, "max_source_length": 24}
+    found = decode.run(decode.Config(**model, output=str(tmp_path / "decode"), **settings))
+    rows = store.read(found, "decode").rows("candidates", store.CANDIDATES)
+    assert len({len(row["texts"]) for row in rows}) > 1
+    return {**model, "scored": str(score.run(score.Config(**model, candidates=str(found), output=str(tmp_path / "score"))))}
+
+
+def with_dropout(rate: float, model: Path) -> Path:
+    """Changes the model's config in place."""
+    config = json.loads((model / "config.json").read_text())
+    changes = {key: rate for key in config if "dropout" in key}
+    assert changes
+    (model / "config.json").write_text(json.dumps(config | changes))
+    return model
+
+
+def tune(data: Path, model: Path, name: str, **settings: Any) -> Path:
+    given = {"learning_rate": 1e-2, "batch_size": 8, "max_steps": 2, **LENGTHS, **settings}
+    return finetune.run(finetune.Config(data=str(data), model=str(model), output=str(data.with_name(name)), **given))
+
+
+def calibrated(scored: dict[str, str], name: str, **settings: Any) -> Path:
+    given = {"learning_rate": 1e-3, "reg_weight": 1.0, "batch_size": 8, "max_steps": 2, "select": "perplexity", **LENGTHS}
+    output = Path(scored["data"]).with_name(name)
+    return calibrate.run(calibrate.Config(**scored, output=str(output), **{**given, **settings}))
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    return load_file(seq2seq.locate(folder) / "model.safetensors")
+
+
+def manifest(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / store.MANIFEST).read_text())
+
+
+def log(folder: Path, kind: str) -> dict[int, dict[str, float]]:
+    """The records of a kind, by step."""
+    records = map(json.loads, (folder / "log.jsonl").read_text().splitlines())
+    return {record["step"]: record[kind] for record in records if kind in record}
+
+
+def assert_same_training(start: Path, folders: list[Path]) -> None:
+    """Losses equal to rounding, and weights too: Adam magnifies rounding where a gradient is almost 0, so by their norm."""
+    first, *others = folders
+    assert manifest(first)["counts"]["best_step"] == 2
+    before, after = weights(start), weights(first)
+    moved = distance(before, after)
+    assert moved > 0
+    for other in others:
+        for step, figures in log(first, "train").items():
+            assert log(other, "train")[step] == pytest.approx(figures, rel=1e-5, abs=1e-5)
+        assert distance(weights(other), after) < 0.01 * moved
+
+
+def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
+    return math.sqrt(sum((left[name] - weight).square().sum().item() for name, weight in right.items()))
+
+
+# Accumulation
+
+
+@pytest.mark.parametrize("family", ["t5", "t5-untied"])
+def test_finetuning_does_not_depend_on_the_micro_batch(family: str, data: Path, model_folder: Make) -> None:
+    """Targets differ in length, so a mean of micro-batches' means would be another loss."""
+    model = with_dropout(0.0, model_folder(family))
+    given = {"max_grad_norm": 1e9, "learning_rate": 1e-3}
+    assert_same_training(model, [tune(data, model, f"micro-{n}", micro_batch_size=n, **given) for n in (8, 1, 2)])
+
+
+@pytest.mark.parametrize("pairs", ["all", "sampled"])
+def test_calibration_does_not_depend_on_the_micro_batch(pairs: str, scored: dict[str, str]) -> None:
+    given = {"regularizer": "cross_entropy", "pairs": pairs, "max_grad_norm": 1e9}
+    folders = [calibrated(scored, f"micro-{n}", micro_batch_size=n, **given) for n in (8, 1, 2)]
+    assert_same_training(Path(scored["model"]), folders)
+
+
+def test_the_finetuning_loss_is_the_mean_per_token(data: Path, model_folder: Make) -> None:
+    model = with_dropout(0.0, model_folder("bart"))
+    logged = log(tune(data, model, "tuned", max_steps=1, micro_batch_size=3), "train")[1]["loss"]
+    loaded = seq2seq.load(model, device="cpu")
+    perplexity = evaluate.mean_perplexity(loaded, store.read(data, "prepare").examples("train"), 24, 10)
+    assert logged == pytest.approx(math.log(perplexity), rel=1e-5)
+
+
+# Seeds
+
+
+def test_the_same_seed_gives_the_same_bits_and_another_seed_does_not(data: Path, model_folder: Make) -> None:
+    """Smaller batches than data and dropout: both order and noise depend on the seed."""
+    model = model_folder("pegasus")
+    first, again, other = (tune(data, model, name, seed=seed, batch_size=4) for name, seed in (("a", 1), ("b", 1), ("c", 2)))
+    assert manifest(first)["counts"]["best_step"] > 0
+    assert weights(first).keys() == weights(again).keys()
+    assert all(torch.equal(weight, weights(again)[name]) for name, weight in weights(first).items())
+    assert any(not torch.equal(weight, weights(other)[name]) for name, weight in weights(first).items())
+
+
+def test_dropout_is_on_in_finetuning(data: Path, model_folder: Make) -> None:
+    """The same batch and, at this learning rate, the same weights: only dropout can make the loss another."""
+    losses = [figures["loss"] for figures in log(tune(data, model_folder("t5"), "tuned", learning_rate=1e-30), "train").values()]
+    assert abs(losses[0] - losses[1]) > 1e-3
+
+
+def test_dropout_is_off_in_calibration(scored: dict[str, str]) -> None:
+    steps = log(calibrated(scored, "calibrated", learning_rate=1e-30, pairs="all"), "train")
+    assert steps[1]["calibration"] > 0
+    assert steps[2] == pytest.approx(steps[1], rel=1e-6, abs=1e-5)
+
+
+# What is not finite
+
+
+def nan_loss(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> Tensor:
+    return log_p.sum(-1) * math.nan
+
+
+def nan_gradient(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """0, but its gradient is 0 times infinity."""
+    return (0 * log_p).abs().sqrt().sum(-1)
+
+
+@pytest.mark.parametrize(("loss", "what", "named"), [(nan_loss, "loss", 2), (nan_gradient, "gradient", 4)])
+def test_what_is_not_finite_stops_the_run_with_the_examples_and_saves_nothing(
+    loss: Any, what: str, named: int, scored: dict[str, str]
+) -> None:
+    folder = Path(scored["data"]).with_name("calibrated")
+    with pytest.raises(CalibeamError, match=f"the {what} is nan at step 1") as error:
+        calibrated(scored, folder.name, loss=loss, batch_size=4, micro_batch_size=2, regularizer="none")
+    assert sum(f"row-{i}" in str(error.value) for i in range(8)) == named
+    assert not folder.exists()
+    assert not folder.with_name(f".{folder.name}.partial").exists()
+
+
+# Which checkpoint is kept
+
+
+@pytest.mark.parametrize("rate", [3.0, 100.0])
+def test_a_run_that_only_makes_it_worse_gives_back_the_start(rate: float, data: Path, model_folder: Make) -> None:
+    model = model_folder("t5")
+    folder = tune(data, model, "tuned", learning_rate=rate, eval_steps=1)
+    assert manifest(folder)["counts"]["best_step"] == 0
+    assert any("it is kept unchanged" in note for note in manifest(folder)["notes"])
+    assert all(torch.equal(weight, weights(model)[name]) for name, weight in weights(folder).items())
+
+
+@pytest.mark.parametrize(("select", "better"), [("perplexity", min), ("rouge", max)])
+def test_the_best_checkpoint_by_the_selection_metric_is_kept(
+    select: str, better: Any, tmp_path: Path, rows_file: Make, model_folder: Make
+) -> None:
+    """Of a model that learns its rows by heart, so that ROUGE is not 0 throughout."""
+    rows = str(rows_file("rows.jsonl", 8))
+    data = prepare.run(prepare.Config(output=str(tmp_path / "data"), train=rows, validation=rows, test=rows))
+    model = with_dropout(0.0, model_folder("t5"))
+    folder = tune(data, model, "tuned", select=select, max_steps=40, eval_steps=10, learning_rate=3e-2)
+    seen = {step: figures[select] for step, figures in log(folder, "validation").items()}
+    assert list(seen) == [0, 10, 20, 30, 40]
+    counts = manifest(folder)["counts"]
+    assert counts[f"best_{select}"] == better(seen.values()) == seen[counts["best_step"]]
+    assert counts["best_step"] > 0
+    kept, config = seq2seq.load(folder / "model", device="cpu"), finetune.Config(data="", model="", output="", **LENGTHS)
+    measured = evaluate.Validation(kept, store.read(data, "prepare").examples("validation"), config).measure(select)
+    assert measured[select] == pytest.approx(counts[f"best_{select}"], rel=1e-5)
+
+
+def test_patience_stops_early(data: Path, model_folder: Make) -> None:
+    folder = tune(data, model_folder("t5"), "tuned", learning_rate=3.0, max_steps=6, eval_steps=1, patience=2)
+    assert manifest(folder)["counts"]["steps"] == 2
+    assert "stopped at step 2: 2 validations without improvement" in manifest(folder)["notes"]
+    assert list(log(folder, "train")) == [1, 2]
+
+
+def test_the_log_has_every_step_and_validation(data: Path, model_folder: Make, scored: dict[str, str]) -> None:
+    folder = tune(data, model_folder("bart"), "tuned", batch_size=4, max_steps=0, num_train_epochs=1.5, warmup_steps=2)
+    assert list(log(folder, "train")) == [1, 2, 3]
+    assert list(log(folder, "validation")) == [0, 2, 3]
+    assert [figures["learning_rate"] for figures in log(folder, "train").values()] == pytest.approx([0.0, 5e-3, 1e-2])
+    assert all(figures["loss"] > 0 for figures in log(folder, "train").values())
+    folder = calibrated(scored, "calibrated")
+    assert set(log(folder, "train")[1]) == {"loss", "calibration", "regularization", "agreement", "learning_rate"}
+    assert all(set(figures) == {"perplexity", "rouge"} for figures in log(folder, "validation").values())
+    assert list(log(folder, "train")) == [1, 2]
