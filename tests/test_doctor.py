@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import subprocess
 import sys
 
@@ -18,7 +19,7 @@ def test_doctor_names_versions_memory_and_the_gpu_or_its_absence() -> None:
         [sys.executable, "-m", "calibeam", "doctor"], capture_output=True, text=True, timeout=60, env=environment
     )
     assert done.returncode == 0, done.stderr
-    lines = {cells[1].strip(): cells[2].strip() for line in done.stdout.splitlines() if len(cells := line.split("│")) == 4}
+    lines = dict(cells for line in done.stdout.splitlines() if len(cells := re.split(r"\s{2,}", line.strip(), maxsplit=1)) == 2)
     assert lines["calibeam and python"] == f"calibeam {calibeam.__version__}, python {platform.python_version()}"
     assert lines["torch"] == torch.__version__
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30

@@ -32,7 +32,7 @@ app = typer.Typer(
 )
 Arguments = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[RECIPE.toml] [KEY=VALUE]...", show_default=False, help="a recipe, then settings that override it"),
+    typer.Argument(metavar="RECIPE.toml KEY=VALUE", show_default=False, help="a recipe, then settings that override it"),
 ]
 Force = Annotated[bool, typer.Option("--force", help="make again what was made with other settings or inputs, or is damaged")]
 
@@ -53,7 +53,7 @@ def main() -> None:
 @app.command()
 def run(
     recipe_file: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
-    settings: Annotated[list[str] | None, typer.Argument(metavar="[STAGE.KEY=VALUE]...")] = None,
+    settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE")] = None,
     force: Force = False,
 ) -> None:
     """Run every stage of a recipe in order, skipping what is done and verified.
@@ -129,7 +129,7 @@ def calibrate_model(
     num_candidates: Annotated[int, typer.Option(help="candidates per training source")] = 15,
     learning_rate: Annotated[float, typer.Option(help="of calibration: the one setting worth trying several of")] = 1e-5,
     work: Annotated[Path | None, typer.Option(help="folder of the stages; OUTPUT-work if not given")] = None,
-    settings: Annotated[list[str] | None, typer.Argument(metavar="[STAGE.KEY=VALUE]...", help="any other setting")] = None,
+    settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE", help="any other setting")] = None,
     force: Force = False,
 ) -> None:
     """Calibrate your own fine-tuned model: decode, score, calibrate, evaluate, and write a checkpoint.

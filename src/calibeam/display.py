@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -34,9 +35,15 @@ class Bar:
 
     def __init__(self, description: str, total: int) -> None:
         self._progress = Progress(
-            TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-            TextColumn("left"), TimeRemainingColumn(), TextColumn("{task.fields[figures]}"), console=console,
-        )  # fmt: skip
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[figures]}"),
+            console=console,
+        )
         self._task = self._progress.add_task(clean(description), total=total, figures="")
 
     def __enter__(self) -> Bar:
@@ -60,10 +67,10 @@ def track(items: Sequence[Sequence[T]], description: str) -> Iterator[Sequence[T
             bar.advance(len(batch))
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
-    grid = Table(title=clean(title), title_justify="left", title_style="bold")
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, figures: bool = True) -> None:
+    grid = Table(title=clean(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1))
     for index, column in enumerate(columns):
-        grid.add_column(clean(column), justify="left" if index == 0 else "right")
+        grid.add_column(clean(column), justify="right" if index and figures else "left")
     for row in rows:
         grid.add_row(*(clean(cell) for cell in row))
     console.print(grid)

@@ -33,7 +33,7 @@ def run() -> None:
     else:
         rows.append(("GPU", "none that torch can use"))
     rows += [(f"extra: {name}", f"{_yes(find_spec(name) is not None)}; {purpose}") for name, purpose in EXTRAS.items()]
-    display.table("This machine", ("what", "here"), rows)
+    display.table("This machine", ("what", "here"), rows, figures=False)
     for line in _advice(torch.cuda.is_available(), torch.cuda.is_available() and torch.cuda.is_bf16_supported()):
         display.say(line)
 
@@ -41,7 +41,7 @@ def run() -> None:
 def _advice(gpu: bool, bf16: bool) -> list[str]:
     if not gpu:
         return [
-            "Everything runs on the CPU in float32. That is fine for the demo and for models of up to about 10 million",
+            "Everything runs on the CPU in float32. That is fine for the demo and for models of up to about 10 million "
             "parameters and a few thousand examples; a T5-small on a whole dataset wants a GPU.",
         ]
     if not bf16:

@@ -99,7 +99,7 @@ def train(seq2seq: Seq2Seq, config: TrainingConfig, select: str, problem: Proble
             figures["learning_rate"] = schedule.get_last_lr()[0]
             schedule.step()
             output.append_log({"step": step, "train": figures})
-            bar.advance(figures=_show({key: value for key, value in figures.items() if key != "learning_rate"}))
+            bar.advance(figures=_show({key: figures[key] for key in ("loss", "agreement") if key in figures}))
             if step % every == 0 or step == steps:
                 validate(step)
                 if config.patience and worse >= config.patience:

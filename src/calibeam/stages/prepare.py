@@ -42,6 +42,7 @@ class Config(StageConfig):
     test: str = option("", "file of test rows; without one, half of the validation rows are set aside", identity=False)
     task: str = option("", "a dataset known by name, instead of files", choices=lambda: ("", *TASKS))
     packages: tuple[str, ...] = option(("stdlib",), "for task=docstrings: the installed packages to read")
+    fresh: bool = option(False, "for task=docstrings: only names that the demo's model was not trained on")
     source_column: str = option("source", "the column of the source text")
     target_columns: tuple[str, ...] = option(("target",), "the columns of the references; each a string or a list")
     id_column: str = option("id", "the column of the row's id; rows are numbered where there is none")
@@ -69,7 +70,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         return output.path
     with output.writing():
         if config.task:
-            splits = TASKS[config.task](config.packages)
+            splits = TASKS[config.task](config.packages, config.fresh)
         else:
             splits = {split: _read_split(split, path, config, output) for split, path in files.items()}
             if "test" not in splits:

@@ -82,21 +82,27 @@ def compare(before: store.Folder, after: store.Folder) -> dict[str, Any]:
 
 def show(comparison: dict[str, Any]) -> None:
     display.table(
-        f"Before and after on {comparison['examples']:,} held-out examples ({comparison['split']})",
-        ("decoder", "R_m before", "after", "change (95% interval)", "rep% before", "after", "agreement before", "after"),
+        f"Before -> after on {comparison['examples']:,} held-out examples ({comparison['split']})",
+        ("decoder", "R_m", "change", "95% interval", "rep%", "agreement"),
         [
             (
                 row["setting"],
-                f"{100 * row['before']['r_m']:.2f}",
-                f"{100 * row['after']['r_m']:.2f}",
-                f"{100 * row['difference']:+.2f} ({100 * row['low']:+.2f} to {100 * row['high']:+.2f})",
-                f"{100 * row['before']['repetition_rate']:.1f}",
-                f"{100 * row['after']['repetition_rate']:.1f}",
-                *(_percent(row[side]["similarity_agreement"]) for side in ("before", "after")),
+                _from_to(row, "r_m", ".2f"),
+                f"{100 * row['difference']:+.2f}",
+                f"{100 * row['low']:+.2f} to {100 * row['high']:+.2f}",
+                _from_to(row, "repetition_rate", ".1f"),
+                _from_to(row, "similarity_agreement", ".1f"),
             )
             for row in comparison["rows"]
         ],
     )
+    display.say("R_m: cube root of ROUGE-1 x 2 x Lsum. rep%: outputs that repeat words. agreement: pairs of candidates", "dim")
+    display.say("that likelihood orders as similarity to the reference does (50 is chance).", "dim")
+
+
+def _from_to(row: dict[str, Any], figure: str, form: str) -> str:
+    before, after = row["before"][figure], row["after"][figure]
+    return "" if before is None or after is None else f"{100 * before:{form}} -> {100 * after:{form}}"
 
 
 def render(template: str, **values: Any) -> str:
@@ -123,10 +129,6 @@ def _scores(folder: store.Folder) -> dict[str, list[list[float]]]:
     for row in folder.rows("outputs", OUTPUTS):
         found.setdefault(row["setting"], []).append([row[kind] for kind in ROUGE_KINDS])
     return found
-
-
-def _percent(value: float | None) -> str:
-    return "" if value is None else f"{value:.1%}"
 
 
 def _samples(comparison: dict[str, Any], before: store.Folder, after: store.Folder) -> list[dict[str, Any]]:

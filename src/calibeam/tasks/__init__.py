@@ -1,4 +1,4 @@
-"""Datasets known by name: `TASKS[name](packages)` gives the splits."""
+"""Datasets known by name: `TASKS[name](packages, fresh)` gives the splits."""
 
 from __future__ import annotations
 
@@ -7,4 +7,4 @@ from collections.abc import Callable, Sequence
 from calibeam.records import Example
 from calibeam.tasks import docstrings
 
-TASKS: dict[str, Callable[[Sequence[str]], dict[str, list[Example]]]] = {"docstrings": docstrings.load}
+TASKS: dict[str, Callable[[Sequence[str], bool], dict[str, list[Example]]]] = {"docstrings": docstrings.load}

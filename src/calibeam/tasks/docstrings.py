@@ -8,6 +8,9 @@ The split goes by a hash of the bare name: everything called `flush`, in whateve
 on one side. Copies of a function keep its name, so they stay on one side too, and the split is the
 same on every machine whatever else is installed there. What still has a twin in the training split
 (the same code, or the same line) is left out of the other two.
+
+The demo's model was trained on the training split. `fresh` takes all three splits from the names that
+it has never seen, which is what the demo calibrates on: `docs/decisions.md` says why.
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ from calibeam.records import CalibeamError, Example
 STDLIB = "stdlib"
 SKIPPED_FOLDERS = frozenset({"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "__pycache__", "_vendor"})
 LONGEST_SOURCE = 1200
-HELD_OUT = {"validation": 0.06, "test": 0.06}
+SPLITS = {"test": range(6), "validation": range(6, 12), "train": range(12, 100)}
+FRESH = {"test": range(20), "validation": range(20, 30), "train": range(30, 100)}
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
-def load(packages: Sequence[str]) -> dict[str, list[Example]]:
+def load(packages: Sequence[str], fresh: bool = False) -> dict[str, list[Example]]:
     """The splits, in a fixed order, without twins."""
     splits: dict[str, list[Example]] = {"train": [], "validation": [], "test": []}
     seen: set[str] = set()
@@ -46,6 +50,9 @@ def load(packages: Sequence[str]) -> dict[str, list[Example]]:
         splits[split] = [
             example for example in splits[split] if not known & {_normal(text) for text in (example.source, *example.targets)}
         ]
+    if fresh:
+        held_out = [*splits["validation"], *splits["test"]]
+        splits = {split: [e for e in held_out if _place(e.id, "fresh") in part] for split, part in FRESH.items()}
     return {split: _with_unique_ids(examples) for split, examples in splits.items()}
 
 
@@ -72,11 +79,13 @@ def pairs(package: str) -> Iterator[tuple[str, str, str]]:
 
 
 def split_of(name: str) -> str:
+    return next(split for split, part in SPLITS.items() if _place(name) in part)
+
+
+def _place(name: str, salt: str = "") -> int:
+    """Of a bare name among the hundredths that the splits share out."""
     bare = name.rsplit(".", 1)[-1].strip("_").lower()
-    place = int.from_bytes(hashlib.sha256(bare.encode()).digest()[:8]) / 2**64
-    if place < HELD_OUT["test"]:
-        return "test"
-    return "validation" if place < HELD_OUT["test"] + HELD_OUT["validation"] else "train"
+    return int.from_bytes(hashlib.sha256((salt + bare).encode()).digest()[:8]) * 100 >> 64
 
 
 def _definitions(node: ast.AST, prefix: str) -> Iterator[tuple[str, Definition]]:
