@@ -70,7 +70,7 @@ def track(items: Sequence[Sequence[T]], description: str) -> Iterator[Sequence[T
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, figures: bool = True) -> None:
     grid = Table(title=clean(title), title_justify="left", title_style="bold", box=SIMPLE_HEAD, padding=(0, 1))
     for index, column in enumerate(columns):
-        grid.add_column(clean(column), justify="right" if index and figures else "left")
+        grid.add_column(clean(column), no_wrap=figures, justify="right" if index and figures else "left")
     for row in rows:
         grid.add_row(*(clean(cell) for cell in row))
     console.print(grid)

@@ -82,27 +82,30 @@ def compare(before: store.Folder, after: store.Folder) -> dict[str, Any]:
 
 def show(comparison: dict[str, Any]) -> None:
     display.table(
-        f"Before -> after on {comparison['examples']:,} held-out examples ({comparison['split']})",
-        ("decoder", "R_m", "change", "95% interval", "rep%", "agreement"),
+        f"Before → after on {comparison['examples']:,} held-out examples ({comparison['split']})",
+        ("decoder", "R_m", "change", "95%", "rep%", "agreement %"),
         [
             (
                 row["setting"],
                 _from_to(row, "r_m", ".2f"),
                 f"{100 * row['difference']:+.2f}",
-                f"{100 * row['low']:+.2f} to {100 * row['high']:+.2f}",
+                f"{100 * row['low']:+.1f} … {100 * row['high']:+.1f}",
                 _from_to(row, "repetition_rate", ".1f"),
                 _from_to(row, "similarity_agreement", ".1f"),
             )
             for row in comparison["rows"]
         ],
     )
-    display.say("R_m: cube root of ROUGE-1 x 2 x Lsum. rep%: outputs that repeat words. agreement: pairs of candidates", "dim")
-    display.say("that likelihood orders as similarity to the reference does (50 is chance).", "dim")
+    display.say(
+        "R_m: cube root of ROUGE-1 x 2 x Lsum. rep%: outputs that repeat words. agreement: share of pairs of "
+        "candidates that likelihood orders as similarity to the reference does; 50 is chance.",
+        style="dim",
+    )
 
 
 def _from_to(row: dict[str, Any], figure: str, form: str) -> str:
     before, after = row["before"][figure], row["after"][figure]
-    return "" if before is None or after is None else f"{100 * before:{form}} -> {100 * after:{form}}"
+    return "" if before is None or after is None else f"{100 * before:{form}} → {100 * after:{form}}"
 
 
 def render(template: str, **values: Any) -> str:
