@@ -65,6 +65,12 @@ class Folder:
         rows = self.rows(split, EXAMPLES)
         return [Example(row["id"], row["source"], tuple(row["targets"])) for row in rows]
 
+    def must_come_from(self, **inputs: Folder) -> None:
+        """Refuse a stage that was made from other inputs than these."""
+        for name, folder in inputs.items():
+            if self.manifest["origin"]["inputs"].get(name) != folder.digest:
+                raise CalibeamError(f"{self.path} was made with another {name} than {folder.path}")
+
     @property
     def splits(self) -> list[str]:
         return [name.removesuffix(".parquet") for name in self.manifest["files"] if name.endswith(".parquet")]

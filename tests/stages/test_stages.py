@@ -207,9 +207,9 @@ def test_scoring_refuses_candidates_of_another_model_or_of_other_data(
     rows = str(rows_file("rows.jsonl", 16))
     other = str(prepare.run(prepare.Config(output=str(tmp_path / "other"), train=rows, validation=rows)))
     given = {"data": data, "model": tuned, "candidates": candidates, "output": str(tmp_path / "score")}
-    with pytest.raises(CalibeamError, match="decoded with another model than"):
+    with pytest.raises(CalibeamError, match="made with another model than"):
         score.run(score.Config(**{**given, "model": str(model_folder("t5", seed=1))}))
-    with pytest.raises(CalibeamError, match="decoded with another data than"):
+    with pytest.raises(CalibeamError, match="made with another data than"):
         score.run(score.Config(**{**given, "data": other}))
     assert not (tmp_path / "score").exists()
 

@@ -18,7 +18,6 @@ from calibeam.paper.calibration import CALIBRATION_LOSSES, PAIR_LOSSES, ordered_
 from calibeam.paper.likelihood import sequence_log_p, token_log_p
 from calibeam.paper.regularization import REGULARIZERS, WITHOUT_REFERENCE
 from calibeam.recipe import option
-from calibeam.records import CalibeamError
 from calibeam.training import SELECTIONS, Problem, TrainingConfig, train
 
 if TYPE_CHECKING:
@@ -47,9 +46,7 @@ def run(config: Config, *, force: bool = False) -> Path:
     data = store.read(config.data, "prepare")
     scored = store.read(config.scored, "score")
     start = store.read_model(seq2seq.locate(config.model))
-    for name, folder in (("data", data), ("model", start)):
-        if scored.manifest["origin"]["inputs"][name] != folder.digest:
-            raise CalibeamError(f"{scored.path} was scored with another {name} than {folder.path}")
+    scored.must_come_from(data=data, model=start)
     output = store.Output("calibrate", config, {"data": data, "scored": scored, "model": start}, force=force)
     if output.done:
         return output.path
@@ -107,44 +104,35 @@ class CalibrationStep:
         generator: Generator,
     ) -> tuple[Tensor, dict[str, float]]:
         """Summed over the examples, with figures to show, summed likewise."""
-        with self._same_kernels():
-            return self._summed(sources, targets, rows, generator)
-
-    def _summed(
-        self,
-        sources: Sequence[Sequence[int]],
-        targets: Sequence[Sequence[int]],
-        rows: Sequence[dict[str, Any]],
-        generator: Generator,
-    ) -> tuple[Tensor, dict[str, float]]:
         from calibeam import seq2seq
 
-        device, model = self._model.device, self._model.model
-        similarity, exists, candidates = self._choose(rows, generator)
-        similarity, exists = similarity.to(device), exists.to(device)
-        input_ids, mask = self._model.batch(sources)
-        states = seq2seq.encode(model, input_ids, mask)
+        with self._same_kernels():
+            device, model = self._model.device, self._model.model
+            similarity, exists, candidates = self._choose(rows, generator)
+            similarity, exists = similarity.to(device), exists.to(device)
+            input_ids, mask = self._model.batch(sources)
+            states = seq2seq.encode(model, input_ids, mask)
 
-        token_ids, token_mask = self._model.batch(candidates)
-        token_ids, token_mask = (t.view(len(rows), -1, t.shape[-1]) for t in (token_ids, token_mask))
-        logits = seq2seq.force(model, states, mask, token_ids)
-        log_p = sequence_log_p(token_log_p(logits, token_ids), token_mask)
-        calibration = self._loss(log_p, similarity, exists, self._beta).sum()
+            token_ids, token_mask = self._model.batch(candidates)
+            token_ids, token_mask = (t.view(len(rows), -1, t.shape[-1]) for t in (token_ids, token_mask))
+            logits = seq2seq.force(model, states, mask, token_ids)
+            log_p = sequence_log_p(token_log_p(logits, token_ids), token_mask)
+            calibration = self._loss(log_p, similarity, exists, self._beta).sum()
 
-        target, target_mask = self._model.batch(targets)
-        logits = seq2seq.force(model, states, mask, target[:, None])[:, 0]
-        reference_logits = None if self._regularizer in WITHOUT_REFERENCE else self._refer(input_ids, mask, target)
-        regularization = self._regularizer(logits, reference_logits, target, target_mask).sum()
+            target, target_mask = self._model.batch(targets)
+            logits = seq2seq.force(model, states, mask, target[:, None])[:, 0]
+            reference_logits = None if self._regularizer in WITHOUT_REFERENCE else self._refer(input_ids, mask, target)
+            regularization = self._regularizer(logits, reference_logits, target, target_mask).sum()
 
-        pairs = ordered_pairs(similarity, exists)
-        agreeing = pairs & (log_p[:, :, None] > log_p[:, None, :])
-        share = agreeing.sum((1, 2)) / pairs.sum((1, 2)).clamp(min=1)
-        figures = {
-            "calibration": calibration.item(),
-            "regularization": regularization.item(),
-            "agreement": share.sum().item(),
-        }
-        return calibration + self.reg_weight * regularization, figures
+            pairs = ordered_pairs(similarity, exists)
+            agreeing = pairs & (log_p[:, :, None] > log_p[:, None, :])
+            share = agreeing.sum((1, 2)) / pairs.sum((1, 2)).clamp(min=1)
+            figures = {
+                "calibration": calibration.item(),
+                "regularization": regularization.item(),
+                "agreement": share.sum().item(),
+            }
+            return calibration + self.reg_weight * regularization, figures
 
     def _same_kernels(self) -> AbstractContextManager[Any]:
         """A learned position bias has a gradient in the model and none in the reference, and attention would

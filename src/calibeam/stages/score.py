@@ -42,9 +42,7 @@ def run(config: Config, *, force: bool = False) -> Path:
     data = store.read(config.data, "prepare")
     candidates = store.read(config.candidates, "decode")
     model = store.read_model(seq2seq.locate(config.model))
-    for name, folder in (("data", data), ("model", model)):
-        if candidates.manifest["origin"]["inputs"][name] != folder.digest:
-            raise CalibeamError(f"{candidates.path} was decoded with another {name} than {folder.path}")
+    candidates.must_come_from(data=data, model=model)
     output = store.Output("score", config, {"data": data, "candidates": candidates, "model": model}, force=force)
     if output.done:
         return output.path
