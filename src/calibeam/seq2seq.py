@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from transformers.modeling_outputs import BaseModelOutput
 from calibeam.records import CalibeamError
 
 log = logging.getLogger("calibeam")
+_mentioned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # A first output token that the family's format needs: the code of the language to write in.
 LANGUAGE_CODE_FAMILIES = frozenset({"mbart", "m2m_100", "nllb-moe"})
@@ -144,9 +146,6 @@ def load(folder: Path, *, device: str = "auto", dtype: torch.dtype | None = None
         raise CalibeamError(f"the weights in {folder} do not fit its config.json: {wrong}")
     _check_weights(model, folder)
     _check_tokenizer(model, tokenizer, folder)
-    ignored = ignored_heuristics(model)
-    if ignored:
-        log.info("%s asks for %s when decoding; calibeam applies none of it", folder, ", ".join(ignored))
     return Seq2Seq(model.to(best_device(device)).eval(), tokenizer)
 
 
@@ -208,6 +207,14 @@ def ignored_heuristics(model: Any) -> list[str]:
         and value != neutral
         and not (name == "forced_bos_token_id" and model.config.model_type in LANGUAGE_CODE_FAMILIES)
     ]
+
+
+def mention_ignored_heuristics(model: Any) -> None:
+    """Once per model, in the log."""
+    ignored = [] if model in _mentioned else ignored_heuristics(model)
+    _mentioned.add(model)
+    if ignored:
+        log.warning("the model's generation config asks for %s; calibeam's search applies none of it", ", ".join(ignored))
 
 
 def max_positions(model: Any) -> int | None:

@@ -411,3 +411,13 @@ def test_candidates_have_the_promised_types() -> None:
 def test_bad_arguments_are_refused(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decode(tiny_model("bart", vocabulary=8), *sources(1, 8), **{"num_candidates": 4, "max_new_tokens": 5, **settings})
+
+
+def test_what_the_generation_config_asks_for_is_noted_once(caplog: pytest.LogCaptureFixture) -> None:
+    model = tiny_model("bart")
+    model.generation_config.no_repeat_ngram_size = 3
+    input_ids = torch.tensor([[5, 6, 7]])
+    for _ in range(2):
+        decode(model, input_ids, torch.ones_like(input_ids), num_candidates=2, max_new_tokens=2)
+    notes = [record.message for record in caplog.records if "no_repeat_ngram_size=3" in record.message]
+    assert len(notes) == 1

@@ -41,7 +41,8 @@ def decode(
 
     Beams are distinct; samples are returned as drawn. `log_p` is the plain sum of token log-probs
     whatever was used to rank. Nothing else is applied: penalties, bans and forced tokens in the
-    model's generation config are left out, except the language code that mBART's kin must begin with.
+    model's generation config are left out, with a note in the log, except the language code that mBART's
+    kin must begin with.
     """
     if method not in DECODERS:
         raise ValueError(f"method must be one of {', '.join(DECODERS)}, got {method!r}")
@@ -50,6 +51,7 @@ def decode(
     if not 0 <= min_new_tokens <= max_new_tokens or max_new_tokens < 1:
         raise ValueError(f"need 0 <= min_new_tokens <= max_new_tokens >= 1, got {min_new_tokens} and {max_new_tokens}")
     search = DECODERS[method](num_candidates, groups, diversity, top_p)
+    seq2seq.mention_ignored_heuristics(model)
     training = model.training
     model.eval()
     try:
