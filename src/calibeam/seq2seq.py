@@ -29,22 +29,22 @@ _mentioned: weakref.WeakSet[Any] = weakref.WeakSet()
 
 # A first output token that the family's format needs: the code of the language to write in.
 LANGUAGE_CODE_FAMILIES = frozenset({"mbart", "m2m_100", "nllb-moe"})
-# What a checkpoint's generation config may ask for and our search leaves out, with its neutral value.
-DECODING_HEURISTICS: dict[str, Any] = {
-    "length_penalty": 1.0,  # generate's default, which the search ignores all the same
-    "no_repeat_ngram_size": 0,
-    "encoder_no_repeat_ngram_size": 0,
-    "repetition_penalty": 1.0,
-    "encoder_repetition_penalty": 1.0,
-    "diversity_penalty": 0.0,
-    "min_length": 0,
-    "bad_words_ids": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "exponential_decay_length_penalty": None,
-    "sequence_bias": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
+# What a checkpoint's generation config may ask for and our search leaves out, with the values that ask for nothing.
+DECODING_HEURISTICS: dict[str, tuple[Any, ...]] = {
+    "length_penalty": (0.0, 1.0),  # none, and what generate falls back to
+    "no_repeat_ngram_size": (0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "repetition_penalty": (1.0,),
+    "encoder_repetition_penalty": (1.0,),
+    "diversity_penalty": (0.0,),
+    "min_length": (0,),
+    "bad_words_ids": (None,),
+    "suppress_tokens": (None,),
+    "begin_suppress_tokens": (None,),
+    "exponential_decay_length_penalty": (None,),
+    "sequence_bias": (None,),
+    "forced_bos_token_id": (None,),
+    "forced_eos_token_id": (None,),
 }
 DEFAULT_NUM_BEAMS = 5
 MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
@@ -204,7 +204,7 @@ def ignored_heuristics(model: Any) -> list[str]:
         f"{name}={value}"
         for name, neutral in DECODING_HEURISTICS.items()
         if (value := getattr(config, name, None)) is not None
-        and value != neutral
+        and value not in neutral
         and not (name == "forced_bos_token_id" and model.config.model_type in LANGUAGE_CODE_FAMILIES)
     ]
 
