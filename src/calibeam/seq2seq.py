@@ -299,6 +299,12 @@ def sequence_mask(token_ids: Tensor, eos: tuple[int, ...]) -> Tensor:
     return end.cumsum(-1) - end == 0
 
 
+def batches_by_length(rows: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """The rows' indices, those of similar length together, so that little of a batch is padding."""
+    order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
+    return [order[start : start + size] for start in range(0, len(order), size)]
+
+
 def pad_rows(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]:
     """Rows of any length as one tensor, and the mask of what is not padding."""
     lengths = torch.tensor([len(row) for row in rows])

@@ -123,13 +123,11 @@ def decode_all(
     import torch
 
     from calibeam.engine.search import decode
-    from calibeam.seq2seq import sequence_mask
+    from calibeam.seq2seq import batches_by_length, sequence_mask
 
     batch_size = batch_size or max(1, (256 if tuned.device.type == "cpu" else 1024) // settings["num_candidates"])
-    order = sorted(range(len(sources)), key=lambda index: len(sources[index]))
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     rows: dict[int, dict[str, Any]] = {}
-    for batch in display.track(batches, description):
+    for batch in display.track(batches_by_length(sources, batch_size), description):
         input_ids, mask = tuned.batch([sources[index] for index in batch])
         generators = [torch.Generator().manual_seed(_seed_of(seed, ids[index])) for index in batch]
         found = decode(tuned.model, input_ids, mask, **settings, generator=generators)

@@ -168,10 +168,8 @@ def mean_perplexity(model: Seq2Seq, examples: Sequence[Example], max_source_leng
     pairs = [(example.source, target) for example in examples for target in example.targets]
     sources, _ = model.encode_sources([source for source, _ in pairs], max_source_length)
     targets, _ = model.encode_targets([target for _, target in pairs], max_target_length)
-    order = sorted(range(len(pairs)), key=lambda index: len(sources[index]))
     total, tokens = 0.0, 0
-    for start in range(0, len(order), 32):
-        batch = order[start : start + 32]
+    for batch in seq2seq.batches_by_length(sources, 32):
         with torch.no_grad(), autocast(model.device):
             input_ids, mask = model.batch([sources[index] for index in batch])
             target, target_mask = model.batch([targets[index] for index in batch])

@@ -87,12 +87,10 @@ def similarities(
     """s(candidate, target) of every candidate of every row, the best over its references."""
     import torch
 
-    from calibeam.seq2seq import encode
+    from calibeam.seq2seq import batches_by_length, encode
 
-    order = sorted(range(len(rows)), key=lambda index: len(sources[index]))
-    batches = [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
     scores: dict[int, list[float]] = {}
-    for batch in display.track(batches, description):
+    for batch in display.track(batches_by_length(sources, batch_size), description):
         with torch.no_grad():
             input_ids, mask = tuned.batch([sources[index] for index in batch])
             states = encode(tuned.model, input_ids, mask)
