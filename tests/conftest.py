@@ -10,16 +10,22 @@ from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"  # must be set before Triton is imported, if it is there at all
 
 import pytest
 import torch
 from transformers import (
     BartConfig,
     BartForConditionalGeneration,
+    M2M100Config,
+    M2M100ForConditionalGeneration,
     MarianConfig,
     MarianMTModel,
     MBartConfig,
     MBartForConditionalGeneration,
+    MT5Config,
+    MT5ForConditionalGeneration,
     PegasusConfig,
     PegasusForConditionalGeneration,
     T5Config,
@@ -51,6 +57,11 @@ FAMILIES: dict[str, Callable[[int], Any]] = {
     "pegasus": lambda v: PegasusForConditionalGeneration(PegasusConfig(vocab_size=v, decoder_start_token_id=0, **SIZES, **IDS)),
     "marian": lambda v: MarianMTModel(MarianConfig(vocab_size=v, decoder_start_token_id=0, **SIZES, **IDS)),
 }
+# Those that the engine does not know.
+STRANGERS: dict[str, Callable[[int], Any]] = {
+    "mt5": lambda v: MT5ForConditionalGeneration(MT5Config(vocab_size=v, decoder_start_token_id=0, **T5_SIZES, **IDS)),
+    "m2m_100": lambda v: M2M100ForConditionalGeneration(M2M100Config(vocab_size=v, decoder_start_token_id=1, **SIZES, **IDS)),
+}
 
 TEXT = "the red fox and a blue bird ran over one old green hill to see two small dogs sleep under some tall trees"
 WORDS = TEXT.split()
@@ -64,7 +75,7 @@ def sentence(seed: int, words: int) -> str:
 def tiny_model(family: str, seed: int = 0, vocabulary: int = VOCABULARY) -> Any:
     """Random weights, wide enough apart that outputs are not all alike."""
     torch.manual_seed(seed)
-    return FAMILIES[family](vocabulary).eval()
+    return (FAMILIES | STRANGERS)[family](vocabulary).eval()
 
 
 @pytest.fixture(scope="session")

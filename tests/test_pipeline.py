@@ -163,8 +163,8 @@ def test_a_changed_row_is_refused_by_name(copy: Path) -> None:
         pipeline.run(tables())
 
 
-@pytest.mark.parametrize("name", ["prepare/train.parquet", "decode/candidates.parquet", "calibrate/model/model.safetensors",
-                                  "evaluate/finetuned/results.json", "model/README.md"])  # fmt: skip
+@pytest.mark.parametrize("name", ["prepare/train.parquet", "decode/candidates-00000.parquet", "model/README.md",
+                                  "calibrate/model/model.safetensors", "evaluate/finetuned/results.json"])  # fmt: skip
 def test_a_flipped_byte_is_refused_with_the_name_of_the_file(name: str, copy: Path) -> None:
     file = copy / "out" / name
     content = bytearray(file.read_bytes())

@@ -114,7 +114,7 @@ def test_what_was_written_is_read_back(tmp_path: Path) -> None:
 
 
 def test_a_table_with_other_columns_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(CalibeamError, match=r"train\.parquet has columns \['id', 'source', 'targets'\], not \['id', 'token_ids'"):
+    with pytest.raises(CalibeamError, match=r"train\.parquet has columns \['id', 'source', 'targets'\], not \['id', 'method'"):
         write(tmp_path / "data").rows("train", store.CANDIDATES)
 
 

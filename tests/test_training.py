@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 from collections.abc import Callable
@@ -176,6 +177,19 @@ def test_a_run_that_only_makes_it_worse_gives_back_the_start(rate: float, data: 
     assert manifest(folder)["counts"]["best_step"] == 0
     assert any("it is kept unchanged" in note for note in manifest(folder)["notes"])
     assert all(torch.equal(weight, weights(model)[name]) for name, weight in weights(folder).items())
+
+
+def test_a_start_whose_figure_is_not_a_number_can_be_beaten(
+    data: Path, model_folder: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, calls = evaluate.Validation.measure, itertools.count()
+
+    def first_is_nan(self: Any, *wanted: str) -> dict[str, float]:
+        return {name: math.nan if not next(calls) else value for name, value in measure(self, *wanted).items()}
+
+    monkeypatch.setattr(evaluate.Validation, "measure", first_is_nan)
+    folder = tune(data, model_folder("t5"), "tuned", max_steps=2, eval_steps=1)
+    assert manifest(folder)["counts"]["best_step"] > 0
 
 
 @pytest.mark.parametrize(("select", "better"), [("perplexity", min), ("rouge", max)])

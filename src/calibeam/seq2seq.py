@@ -256,15 +256,12 @@ def _decoder_input(model: Any, token_ids: Tensor) -> Tensor:
 
 
 class Stepper:
-    """A decoder that writes one token per row and call, keeping the keys and values of what it wrote.
+    """A decoder that writes one token per row and call, keeping the keys and values of what it wrote."""
 
-    It begins with one row per source; `spread` gives every source as many as a search wants.
-    """
-
-    def __init__(self, model: Any, input_ids: Tensor, attention_mask: Tensor) -> None:
+    def __init__(self, model: Any, source_states: Tensor, attention_mask: Tensor, rows_per_source: int = 1) -> None:
         self._model = model
-        self._states = encode(model, input_ids, attention_mask)
-        self._mask = attention_mask
+        self._states = source_states.repeat_interleave(rows_per_source, 0)
+        self._mask = attention_mask.repeat_interleave(rows_per_source, 0)
         self._cache: Any = None
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -278,12 +275,6 @@ class Stepper:
         )
         self._cache = output.past_key_values
         return output.logits[:, -1]
-
-    def spread(self, rows_per_source: int) -> None:
-        """From one row per source to several, after the first step, which is the same for all of them."""
-        self._states = self._states.repeat_interleave(rows_per_source, 0)
-        self._mask = self._mask.repeat_interleave(rows_per_source, 0)
-        self._cache.batch_repeat_interleave(rows_per_source)
 
     def reorder(self, rows: Tensor) -> None:
         """Let row i go on from what row rows[i] wrote. All rows of one source share its encoding."""

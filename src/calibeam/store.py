@@ -12,6 +12,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import shutil
 import time
 from collections.abc import Iterable, Iterator
@@ -30,11 +31,14 @@ from calibeam.records import CalibeamError, Example
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+ORIGIN = "origin.json"  # in the folder of a stage under way that can be resumed
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "rouge-score")
 
 EXAMPLES = pa.schema([("id", pa.string()), ("source", pa.string()), ("targets", pa.list_(pa.string()))])
 CANDIDATES = pa.schema([
     ("id", pa.string()),
+    ("method", pa.string()),
+    ("seed", pa.int64()),
     ("token_ids", pa.list_(pa.list_(pa.int32()))),
     ("texts", pa.list_(pa.string())),
     ("log_p", pa.list_(pa.float32())),
@@ -54,16 +58,32 @@ class Folder:
 
     def rows(self, name: str, schema: pa.Schema) -> list[dict[str, Any]]:
         """A table, checked against the schema it should have."""
-        table = pq.read_table(self.path / f"{name}.parquet")
-        if not table.schema.equals(schema):
-            raise CalibeamError(f"{self.path / name}.parquet has columns {table.schema.names}, not {schema.names}")
-        return table.to_pylist()
+        return [*self.stream(name, schema)]
+
+    def stream(self, name: str, schema: pa.Schema) -> Iterator[dict[str, Any]]:
+        """The same row by row, from one file or from shards in their order."""
+        shards = sorted(file for file in self.manifest["files"] if re.fullmatch(rf"{name}-\d+\.parquet", file))
+        for file in shards or [f"{name}.parquet"]:
+            with pq.ParquetFile(self.path / file) as parquet:
+                if not parquet.schema_arrow.equals(schema):
+                    raise CalibeamError(f"{self.path / file} has columns {parquet.schema_arrow.names}, not {schema.names}")
+                for batch in parquet.iter_batches(1024):
+                    yield from batch.to_pylist()
 
     def examples(self, split: str) -> list[Example]:
+        return [*self.stream_examples(split)]
+
+    def stream_examples(self, split: str) -> Iterator[Example]:
+        self.must_have(split)
+        return (Example(row["id"], row["source"], tuple(row["targets"])) for row in self.stream(split, EXAMPLES))
+
+    def count(self, split: str) -> int:
+        self.must_have(split)
+        return pq.read_metadata(self.path / f"{split}.parquet").num_rows
+
+    def must_have(self, split: str) -> None:
         if split not in self.splits:
             raise CalibeamError(f"{self.path} has no {split} split; it has {', '.join(self.splits)}")
-        rows = self.rows(split, EXAMPLES)
-        return [Example(row["id"], row["source"], tuple(row["targets"])) for row in rows]
 
     def must_come_from(self, **inputs: Folder) -> None:
         """Refuse a stage that was made from other inputs than these."""
@@ -152,26 +172,58 @@ class Output:
         return True
 
     @contextmanager
-    def writing(self) -> Iterator[Output]:
-        """Everything written to `self.folder` appears at `self.path` when the block ends well; nothing otherwise."""
+    def writing(self, *, resume: bool = False) -> Iterator[Output]:
+        """Everything written to `self.folder` appears at `self.path` when the block ends well; nothing otherwise.
+
+        With `resume`, what an interrupted run of the same origin left in `self.folder` is kept and gone on with.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CalibeamError(f"{self.path} cannot be made: {error}") from error
         with _lock(self.path):
-            shutil.rmtree(self.folder, ignore_errors=True)
-            self.folder.mkdir()
+            origin = self.folder / ORIGIN
+            if not (resume and origin.is_file() and origin.read_text(encoding="utf-8") == json.dumps(self._origin)):
+                shutil.rmtree(self.folder, ignore_errors=True)
+                self.folder.mkdir()
             started, clock = time.time(), time.monotonic()
             try:
+                if resume:
+                    write_file(origin, json.dumps(self._origin))
                 yield self
                 self._finish(started, time.monotonic() - clock)
             except BaseException:
-                shutil.rmtree(self.folder, ignore_errors=True)
+                if not origin.is_file():
+                    shutil.rmtree(self.folder, ignore_errors=True)
                 raise
         self.done = True
 
     def write_rows(self, name: str, rows: Iterable[dict[str, Any]], schema: pa.Schema) -> None:
-        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), self.folder / f"{name}.parquet")
+        """One table, whole or not at all."""
+        partial = self.folder / f".{name}.partial"
+        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), partial, write_page_checksum=True)
+        _sync(partial)
+        os.replace(partial, self.folder / f"{name}.parquet")
+
+    def table(self, name: str, schema: pa.Schema) -> list[dict[str, Any]]:
+        """What was written."""
+        return pq.read_table(self.folder / f"{name}.parquet", schema=schema, page_checksum_verification=True).to_pylist()
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Remove tables that an interrupted run wrote and this one does not want."""
+        for name in names:
+            (self.folder / f"{name}.parquet").unlink()
+
+    def tables(self) -> list[str]:
+        """The tables written so far, by this run or one that was interrupted."""
+        return sorted(file.stem for file in self.folder.glob("*.parquet"))
+
+    def written(self, name: str, ids: list[str], schema: pa.Schema) -> bool:
+        """Whether an interrupted run already wrote this table, whole and with these rows."""
+        try:
+            return name in self.tables() and [row["id"] for row in self.table(name, schema)] == ids
+        except (pa.ArrowException, OSError):
+            return False
 
     def write_json(self, name: str, value: Any) -> None:
         (self.folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
@@ -181,7 +233,9 @@ class Output:
             file.write(json.dumps(record) + "\n")
 
     def _finish(self, started: float, seconds: float) -> None:
-        files = _inventory(self.folder)
+        for partial in self.folder.glob(".*.partial"):
+            partial.unlink()  # of a table that an interrupted run did not finish
+        files = {name: facts for name, facts in _inventory(self.folder).items() if name != ORIGIN}
         manifest = {
             "kind": self.kind,
             "calibeam": calibeam.__version__,
@@ -203,6 +257,7 @@ class Output:
             _sync(folder)
         if self.path.exists():
             shutil.rmtree(self.path)
+        (self.folder / ORIGIN).unlink(missing_ok=True)
         os.replace(self.folder, self.path)
         _sync(self.path.parent)
 

@@ -86,7 +86,7 @@ def train(seq2seq: Seq2Seq, config: TrainingConfig, select: str, problem: Proble
         value = SELECTIONS[select] * figures[select]
         display.say(f"  step {step}: validation " + _show(figures))
         worse += 1
-        if value > best or step == 0:
+        if step == 0 or value > best or (math.isnan(best) and not math.isnan(value)):
             best, best_step, worse = value, step, 0
             save(seq2seq, output.folder / "model")
 

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
+from plain_search import plain_decode
 from torch import Tensor
 
+from calibeam.engine import search
 from calibeam.engine.logprob import sequence_log_p
 from calibeam.engine.search import decode
-from conftest import FAMILIES, tiny_model
+from conftest import FAMILIES, STRANGERS, tiny_model
 
 VOCABULARY, PAD, EOS = 12, 0, 1
 METHODS: dict[str, dict[str, Any]] = {
@@ -21,7 +25,7 @@ METHODS: dict[str, dict[str, Any]] = {
 
 
 # With these a model ends some outputs early and not others.
-SEEDS = {"t5": 1, "t5-untied": 1, "bart": 4, "mbart": 2, "pegasus": 2, "marian": 4}
+SEEDS = {"t5": 1, "t5-untied": 1, "bart": 4, "mbart": 2, "pegasus": 2, "marian": 4, "mt5": 1, "m2m_100": 2}
 
 
 def lively_model(family: str, vocabulary: int = VOCABULARY) -> Any:
@@ -40,6 +44,17 @@ def sources(count: int, vocabulary: int = VOCABULARY, seed: int = 0) -> tuple[Te
     lengths = torch.randint(2, 10, (count,), generator=generator)
     mask = torch.arange(int(lengths.max())) < lengths[:, None]
     return torch.randint(2, vocabulary, mask.shape, generator=generator).masked_fill(~mask, PAD), mask
+
+
+@contextmanager
+def patched_slots(rows: int) -> Iterator[None]:
+    """So few rows at once that sources have to wait for a slot."""
+    old = dict(search.ROWS)
+    search.ROWS.update(cpu=rows, cuda=rows)
+    try:
+        yield
+    finally:
+        search.ROWS.update(old)
 
 
 def until_end(row: list[int]) -> tuple[int, ...]:
@@ -75,6 +90,32 @@ def test_beam_search_is_that_of_generate(family: str, make: Callable[..., Any], 
         assert sequences(ours.token_ids) == expected
         lengths = torch.tensor([[len(row) for row in rows] for rows in expected])
         assert torch.allclose(ours.log_p / lengths**alpha, theirs.sequences_scores.view(batch, width), atol=1e-5)
+
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("least", [0, 3, 7], ids=["free", "at least 3", "forced"])
+def test_the_engine_finds_what_the_plain_search_finds(device: str, family: str, method: str, least: int) -> None:
+    """With sources that enter while others are under way, ragged, in every batch size."""
+    model = lively_model(family, vocabulary=500).to(device)
+    if family == "mbart":
+        model.generation_config.forced_bos_token_id = 7
+    settings = {"method": method, "num_candidates": 6, "max_new_tokens": 7, "min_new_tokens": least, **METHODS[method]}
+    for count in (1, 3, 16):
+        input_ids, mask = (each.to(device) for each in sources(count, 500, seed=count))
+        for alpha in (0.0, 0.7):
+            seeds = {"generator": generators(count)} if method == "nucleus" else {}
+            expected = plain_decode(model, input_ids, mask, length_alpha=alpha, **settings, **seeds)
+            for slots in {count, max(1, count // 3)}:
+                seeds = {"generator": generators(count)} if method == "nucleus" else {}
+                with patched_slots(slots * 6):
+                    found = decode(model, input_ids, mask, length_alpha=alpha, **settings, **seeds)
+                assert sequences(found.token_ids) == sequences(expected.token_ids)
+                assert torch.allclose(found.log_p, expected.log_p, atol=1e-4)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -421,3 +462,223 @@ def test_what_the_generation_config_asks_for_is_noted_once(caplog: pytest.LogCap
         decode(model, input_ids, torch.ones_like(input_ids), num_candidates=2, max_new_tokens=2)
     notes = [record.message for record in caplog.records if "no_repeat_ngram_size=3" in record.message]
     assert len(notes) == 1
+
+
+# Families that the engine does not know
+
+
+@pytest.mark.parametrize("family", STRANGERS)
+@pytest.mark.parametrize("method", METHODS)
+def test_an_unknown_family_is_decoded_by_its_own_forward_pass(
+    family: str, method: str, caplog: pytest.LogCaptureFixture
+) -> None:  # fmt: skip
+    """In waves, for no source can enter while others are being written. The log says so, once per model."""
+    model, (input_ids, mask) = lively_model(family), sources(7)
+    if family == "m2m_100":
+        model.generation_config.forced_bos_token_id = 7
+    settings = {"method": method, "num_candidates": 4, "max_new_tokens": 6, **METHODS[method]}
+
+    def seeds() -> dict[str, Any]:
+        return {"generator": generators(7)} if method == "nucleus" else {}
+
+    expected = plain_decode(model, input_ids, mask, **settings, **seeds())
+    for slots in (7, 3, 1):
+        with patched_slots(slots * 4):
+            found = decode(model, input_ids, mask, **settings, **seeds())
+        assert sequences(found.token_ids) == sequences(expected.token_ids)
+        assert torch.allclose(found.log_p, expected.log_p, atol=1e-4)
+    assert [record.levelname for record in caplog.records if f"does not know {family} models" in record.message] == ["WARNING"]
+
+
+def test_a_known_family_is_not_decoded_by_its_own_forward_pass(caplog: pytest.LogCaptureFixture) -> None:
+    decode(lively_model("t5"), *sources(1), num_candidates=2, max_new_tokens=2)
+    assert "forward pass" not in caplog.text
+
+
+# Sources that come and go
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "mt5"])
+def test_samples_do_not_depend_on_how_many_sources_are_under_way(family: str) -> None:
+    model, (input_ids, mask) = lively_model(family), sources(11)
+    found = []
+    for slots in (1, 2, 5, 11):
+        with patched_slots(slots * 4):
+            settings = {"method": "nucleus", "num_candidates": 4, "max_new_tokens": 6, "top_p": 0.95}
+            found.append(decode(model, input_ids, mask, **settings, generator=generators(11)))
+    for other in found[1:]:
+        assert sequences(other.token_ids) == sequences(found[0].token_ids)
+        assert torch.allclose(other.log_p, found[0].log_p, atol=1e-4)
+
+
+class Sources:
+    """What `stream` asks for sources, with memory for so many at a time, and once for none at all."""
+
+    def __init__(self, count: int, room: int = 99, full_at: int = -1) -> None:
+        self.input_ids, self.mask = sources(count)
+        self.asked: list[list[int]] = []
+        self._room, self._full_at = room, full_at
+
+    def __call__(self, numbers: Sequence[int]) -> tuple[Tensor, Tensor]:
+        self.asked.append([*numbers])
+        if len(numbers) > self._room or len(self.asked) == self._full_at:
+            raise torch.OutOfMemoryError("no room")
+        return self.input_ids[numbers], self.mask[numbers]
+
+    def stream(self, model: Any, slots: int = 0, count: int | None = None) -> Iterator[search.Found]:
+        task = search.Task.of(model, num_candidates=4, max_new_tokens=6)
+        every = len(self.input_ids)
+        return search.stream(
+            task, range(every), count or every, self.input_ids.shape[1], self, noise=lambda number: Tensor(), slots=slots
+        )  # fmt: skip
+
+
+def check_each_comes_out_once(model: Any, given: Sources, found: list[search.Found]) -> None:
+    """With what it gives undisturbed."""
+    expected = decode(model, given.input_ids, given.mask, num_candidates=4, max_new_tokens=6)
+    assert sorted(number for number, _, _ in found) == [*range(len(given.input_ids))]
+    for number, tokens, log_p in found:
+        assert sequences(tokens[None])[0] == sequences(expected.token_ids)[number]
+        assert torch.allclose(log_p, expected.log_p[number], atol=1e-4)
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if "fit into memory" in record.message]
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "mt5"])
+@pytest.mark.parametrize("slots", [0, 13], ids=["chosen", "given"])
+def test_where_memory_ends_fewer_sources_are_taken_at_once(family: str, slots: int, caplog: pytest.LogCaptureFixture) -> None:
+    model, given = lively_model(family), Sources(13, room=3)
+    check_each_comes_out_once(model, given, [*given.stream(model, slots)])
+    assert warnings_of(caplog) == [
+        "13 sources at once do not fit into memory: going on with 6",
+        "6 sources at once do not fit into memory: going on with 3",
+    ]
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "mt5"])
+def test_sources_that_are_done_are_not_decoded_again_when_memory_ends(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The third time sources enter, when some are done and, but for an unknown family, some are under way."""
+    model, given = lively_model(family), Sources(13, full_at=3)
+    found, asked_before = [], {}
+    for number, *rest in given.stream(model, 4):
+        found.append((number, *rest))
+        asked_before[number] = sum(number in some for some in given.asked)
+    check_each_comes_out_once(model, given, found)
+    assert len(warnings_of(caplog)) == 1
+    asked = {number: sum(number in some for some in given.asked) for number in range(13)}
+    assert {*asked.values()} == {1, 2}
+    assert asked == asked_before
+    again = {number for number, times in asked.items() if times == 2}
+    assert {*given.asked[2]} <= again
+    assert len(again) <= 4
+
+
+@pytest.mark.parametrize("family", ["bart", "mt5"])
+def test_one_source_for_which_memory_does_not_suffice_is_an_error(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    model, given = lively_model(family).train(), Sources(4, room=0)
+    with pytest.raises(torch.OutOfMemoryError, match="no room"):
+        [*given.stream(model)]
+    assert [len(some) for some in given.asked] == [4, 2, 1]
+    assert len(warnings_of(caplog)) == 2
+    assert model.training
+
+
+def test_where_memory_ends_before_a_source_has_entered_the_warning_has_the_number_tried(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The decoder's cells are the largest part of what a search needs, and the first."""
+
+    class LargeDecoder(search.Decoder):
+        def __init__(self, anatomy: Any, slots: int, *sizes: int) -> None:
+            if slots > 2:
+                raise torch.OutOfMemoryError("no room")
+            super().__init__(anatomy, slots, *sizes)
+
+    model, given = lively_model("bart"), Sources(13)
+    with monkeypatch.context() as patch, patched_slots(4 * 4):
+        patch.setattr(search, "Decoder", LargeDecoder)
+        found = [*given.stream(model)]
+    check_each_comes_out_once(model, given, found)
+    assert warnings_of(caplog) == ["4 sources at once do not fit into memory: going on with 2"]
+
+
+def test_where_memory_ends_while_outputs_are_fetched_none_comes_out_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    best, model = search._Beams.best, lively_model("bart")
+    for when in range(5):
+        calls = itertools.count()
+
+        def failing(state: Any, slots: list[int], calls: Iterator[int] = calls, when: int = when) -> Any:
+            if next(calls) == when:
+                raise torch.OutOfMemoryError("no room")
+            return best(state, slots)
+
+        given = Sources(13)
+        with monkeypatch.context() as patch:
+            patch.setattr(search._Beams, "best", failing)
+            found = [*given.stream(model, 4)]
+        check_each_comes_out_once(model, given, found)
+
+
+@pytest.mark.parametrize("family", ["bart", "mt5"])
+@pytest.mark.parametrize("slots", [0, 4], ids=["chosen", "given"])
+def test_fewer_sources_may_come_than_were_announced(family: str, slots: int) -> None:
+    """As when a stage goes on where it stopped: what was done before is announced and does not come."""
+    model, given = lively_model(family), Sources(6)
+    check_each_comes_out_once(model, given, [*given.stream(model, slots, count=20)])
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("megabytes", [200, 290, 550])
+def test_where_the_memory_of_a_gpu_ends_fewer_sources_are_taken_at_once(megabytes: int, caplog: pytest.LogCaptureFixture) -> None:
+    """128 sources with room for 8192 tokens each need 537 MB for their cells; 64, half of it, and more for a step."""
+    model, (input_ids, mask) = lively_model("bart").cuda(), (each.cuda() for each in sources(128))
+    expected = decode(model, input_ids, mask, num_candidates=4, max_new_tokens=6)
+    task = search.Task.of(model, num_candidates=4, max_new_tokens=6)
+    memory = torch.cuda.memory_reserved() + megabytes * 1e6
+    torch.cuda.set_per_process_memory_fraction(memory / torch.cuda.get_device_properties(0).total_memory)
+    try:
+        found = [*search.stream(task, range(128), 128, 8192, lambda some: (input_ids[some], mask[some]), lambda number: Tensor())]
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    assert warnings_of(caplog)[0] == "128 sources at once do not fit into memory: going on with 64"
+    assert sorted(number for number, _, _ in found) == [*range(128)]
+    for number, tokens, log_p in found:
+        assert sequences(tokens[None])[0] == sequences(expected.token_ids)[number]
+        assert torch.allclose(log_p, expected.log_p[number].cpu(), atol=1e-4)
+
+
+# Weights and their type
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("family", [*FAMILIES, "mt5"])
+def test_weights_that_change_in_place_count_from_the_next_search_on(device: str, family: str) -> None:
+    """A training loop decodes between its steps; on a GPU by a graph recorded before."""
+    model, (input_ids, mask) = lively_model(family).to(device), (each.to(device) for each in sources(6))
+    settings = {"num_candidates": 4, "max_new_tokens": 6}
+    before = decode(model, input_ids, mask, **settings)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight += 0.05 * weight.std() * torch.randn(weight.shape, generator=torch.Generator().manual_seed(1)).to(device)
+        for name, weight in model.named_parameters():
+            if "relative_attention_bias" in name:
+                weight *= 2
+    found, fresh = decode(model, input_ids, mask, **settings), decode(copy.deepcopy(model), input_ids, mask, **settings)
+    assert sequences(found.token_ids) == sequences(fresh.token_ids)
+    assert torch.allclose(found.log_p, fresh.log_p, atol=1e-4)
+    assert not torch.allclose(found.log_p, before.log_p, atol=1e-2)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "mt5"])
+@pytest.mark.parametrize("method", METHODS)
+def test_a_search_under_autocast(family: str, method: str) -> None:
+    """As a training loop does it: the weights stay what they are, and log P is that of bfloat16."""
+    model, (input_ids, mask) = lively_model(family), sources(6)
+    settings = {"method": method, "num_candidates": 4, "max_new_tokens": 6, **METHODS[method]}
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = decode(model, input_ids, mask, **settings)
+    exact = sequence_log_p(model, input_ids, mask, found.token_ids)
+    assert {weight.dtype for weight in model.parameters()} == {found.log_p.dtype} == {torch.float32}
+    assert 1e-4 < (found.log_p - exact).abs().max() < 0.5

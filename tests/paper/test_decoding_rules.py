@@ -20,18 +20,24 @@ def drawn(top_p: float, uniform: list[float]) -> list[int]:
     [
         # {2} alone reaches 0.4
         (0.4, [0.0, 0.5, 0.999999], [2, 2, 2]),
-        # {2, 0} reaches 0.6: 0.5 / 0.8 = 0.625 goes to token 2
-        (0.6, [0.0, 0.62, 0.63, 0.999999], [2, 2, 0, 0]),
-        # {2, 0, 3} reaches 0.9: 0.5 / 0.95 = 0.526, 0.8 / 0.95 = 0.842
-        (0.9, [0.0, 0.52, 0.53, 0.84, 0.85, 0.999999], [2, 2, 0, 0, 3, 3]),
-        # everything: bounds 0.5, 0.8, 0.95
-        (1.0, [0.0, 0.49, 0.51, 0.79, 0.81, 0.94, 0.96, 0.999999], [2, 2, 0, 0, 3, 3, 1, 1]),
+        # {0, 2} reaches 0.6: 0.3 / 0.8 = 0.375 goes to token 0
+        (0.6, [0.0, 0.37, 0.38, 0.999999], [0, 0, 2, 2]),
+        # {0, 2, 3} reaches 0.9: 0.3 / 0.95 = 0.316, 0.8 / 0.95 = 0.842
+        (0.9, [0.0, 0.31, 0.32, 0.84, 0.85, 0.999999], [0, 0, 2, 2, 3, 3]),
+        # everything: bounds 0.3, 0.35, 0.85
+        (1.0, [0.0, 0.29, 0.31, 0.34, 0.36, 0.84, 0.86, 0.999999], [0, 0, 1, 1, 2, 2, 3, 3]),
         # never less than the most probable token
         (1e-9, [0.0, 0.999999], [2, 2]),
     ],
 )
 def test_nucleus_is_the_smallest_set_that_reaches_top_p(top_p: float, uniform: list[float], tokens: list[int]) -> None:
     assert drawn(top_p, uniform) == tokens
+
+
+def test_tokens_that_tie_are_all_in_the_nucleus() -> None:
+    """0.5 and either 0.25 reach 0.6; so both are in, whatever their order."""
+    log_p = torch.tensor([0.25, 0.5, 0.25]).log().expand(4, -1)
+    assert draw_from_nucleus(log_p, 0.6, torch.tensor([0.0, 0.26, 0.74, 0.76])).tolist() == [0, 1, 1, 2]
 
 
 def test_a_token_of_probability_zero_is_never_drawn() -> None:

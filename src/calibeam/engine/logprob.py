@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from calibeam import seq2seq
-from calibeam.paper import likelihood
+from calibeam.engine.packing import Forced
 
 
 def sequence_log_p(
@@ -17,8 +17,7 @@ def sequence_log_p(
 
     Without a mask of the tokens that count, a sequence counts up to its end token, and wholly if it has none.
     """
-    states = seq2seq.encode(model, input_ids, attention_mask)
-    logits = seq2seq.force(model, states, attention_mask, token_ids)
     if mask is None:
         mask = seq2seq.sequence_mask(token_ids, seq2seq.special_ids(model).eos)
-    return likelihood.sequence_log_p(likelihood.token_log_p(logits, token_ids), mask)
+    states = seq2seq.encode(model, input_ids, attention_mask)
+    return Forced(model, states, attention_mask, token_ids, mask).log_p()

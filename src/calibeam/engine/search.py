@@ -1,19 +1,38 @@
-"""The search, written plainly: beams or samples for every source, by the rules of `paper/decoding.py`."""
+"""The search: beams or samples for every source, by the rules of `paper/decoding.py`.
+
+Every source has a slot. Its state is a row of tensors of fixed shape, so that a step is the same few operations
+whatever the sources are up to, and on a GPU one recorded graph. A source leaves when it is done and the
+next one takes its slot.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import itertools
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from calibeam import seq2seq
-from calibeam.paper.decoding import DECODERS, Search, draw_from_nucleus, hamming_penalty, length_normalised
-from calibeam.paper.likelihood import log_probabilities
+from calibeam import families, seq2seq
+from calibeam.engine import ops
+from calibeam.engine.decoder import Decoder, PlainDecoder
+from calibeam.paper.decoding import DECODERS, Search, hamming_penalty, length_normalised
 from calibeam.records import Candidates
 
+log = logging.getLogger("calibeam")
 NEVER = float("-inf")
+CHECK_EVERY = 4  # steps on a GPU between two looks at which sources are done
+ROWS = {"cpu": 256, "cuda": 2048}  # that more rows at once would hardly speed up
+ENCODE_TOKENS = 1 << 15  # encoded together; more would need memory and gain nothing
+MEMORY_SHARE = 0.7  # of what is free, for keys, values and logits
+
+Found = tuple[int, Tensor, Tensor]
+"""A source's number, its candidates' token ids [candidates, length] and log P, best first, on the CPU."""
 
 
 @torch.no_grad()
@@ -44,174 +63,479 @@ def decode(
     model's generation config are left out, with a note in the log, except the language code that mBART's
     kin must begin with.
     """
-    if method not in DECODERS:
-        raise ValueError(f"method must be one of {', '.join(DECODERS)}, got {method!r}")
-    if num_candidates < 1:
-        raise ValueError(f"num_candidates must be at least 1, got {num_candidates}")
-    if not 0 <= min_new_tokens <= max_new_tokens or max_new_tokens < 1:
-        raise ValueError(f"need 0 <= min_new_tokens <= max_new_tokens >= 1, got {min_new_tokens} and {max_new_tokens}")
-    search = DECODERS[method](num_candidates, groups, diversity, top_p)
-    seq2seq.mention_ignored_heuristics(model)
-    training = model.training
-    model.eval()
-    try:
-        writer = _Writer(model, input_ids, attention_mask, search.groups * search.width, min_new_tokens, max_new_tokens)
-        if search.top_p is None:
-            found = _beams(writer, search, length_alpha)
-        else:
-            found = _samples(writer, search, _uniform(generator, input_ids, num_candidates, max_new_tokens))
-    finally:
-        model.train(training)
-    return _best_first(*found, writer.ids.pad, length_alpha)
+    task = Task.of(
+        model, method=method, num_candidates=num_candidates, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
+        length_alpha=length_alpha, groups=groups, diversity=diversity, top_p=top_p,
+    )  # fmt: skip
+    count, generators = len(input_ids), list(generator) if isinstance(generator, Sequence) else generator
+    if isinstance(generators, list) and len(generators) != count:
+        raise ValueError(f"{len(generators)} generators for {count} sources")
+
+    def batch(sources: Sequence[int]) -> tuple[Tensor, Tensor]:
+        index = torch.tensor(sources, device=input_ids.device)
+        return input_ids[index], attention_mask[index]
+
+    noise = {} if task.search.top_p is None else task.uniform_of([*range(count)], generators, input_ids.device)
+    found = {
+        number: (tokens, log_p)
+        for number, tokens, log_p in stream(task, range(count), count, input_ids.shape[1], batch, noise.__getitem__)
+    }
+    shape = (count, max(len(log_p) for _, log_p in found.values()))
+    token_ids = torch.full((*shape, max(tokens.shape[1] for tokens, _ in found.values())), task.ids.pad)
+    every_log_p = torch.full(shape, NEVER)
+    for number, (tokens, log_p) in found.items():
+        token_ids[number, : tokens.shape[0], : tokens.shape[1]] = tokens
+        every_log_p[number, : len(log_p)] = log_p
+    return Candidates(token_ids.to(input_ids.device), every_log_p.to(input_ids.device))
 
 
-class _Writer:
-    """Rows of outputs under construction, `rows` for every source."""
+@dataclass(frozen=True)
+class Task:
+    """A model and how to search with it."""
 
-    def __init__(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, rows: int, min_new_tokens: int, max_new_tokens: int
-    ) -> None:
-        self.ids = seq2seq.special_ids(model)
-        self.sources, self.rows, self.max_new_tokens = input_ids.shape[0], rows, max_new_tokens
-        self.device = input_ids.device
-        self._min_new_tokens = min_new_tokens
-        self._eos = torch.tensor(self.ids.eos, device=self.device)
-        self._stepper = seq2seq.Stepper(model, input_ids, attention_mask)
-        self._last = torch.full((self.sources,), self.ids.start, device=self.device)
-        self.length = 0
-        """Tokens written so far."""
+    model: Any
+    search: Search
+    ids: seq2seq.SpecialIds
+    max_new_tokens: int
+    min_new_tokens: int
+    length_alpha: float
 
-    def next_log_probabilities(self) -> Tensor:
-        """[sources, rows, vocabulary], -inf for what may not come next."""
-        log_p = log_probabilities(self._stepper.step(self._last))
-        if self.length < self._min_new_tokens:
-            log_p[:, self._eos] = NEVER
-        if self.length == 0:
-            if self.ids.forced_first is not None:
-                log_p[:, torch.arange(log_p.shape[1], device=self.device) != self.ids.forced_first] = NEVER
-            self._stepper.spread(self.rows)
-            log_p = log_p.repeat_interleave(self.rows, 0)
-        self.length += 1
-        return log_p.view(self.sources, self.rows, -1)
-
-    def ends(self, tokens: Tensor) -> Tensor:
-        return torch.isin(tokens, self._eos)
+    @classmethod
+    def of(
+        cls,
+        model: Any,
+        *,
+        method: str = "beam",
+        num_candidates: int,
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        length_alpha: float = 0.0,
+        groups: int | None = None,
+        diversity: float = 0.0,
+        top_p: float = 1.0,
+    ) -> Task:
+        if method not in DECODERS:
+            raise ValueError(f"method must be one of {', '.join(DECODERS)}, got {method!r}")
+        if num_candidates < 1:
+            raise ValueError(f"num_candidates must be at least 1, got {num_candidates}")
+        if not 0 <= min_new_tokens <= max_new_tokens or max_new_tokens < 1:
+            raise ValueError(f"need 0 <= min_new_tokens <= max_new_tokens >= 1, got {min_new_tokens} and {max_new_tokens}")
+        search = DECODERS[method](num_candidates, groups, diversity, top_p)
+        seq2seq.mention_ignored_heuristics(model)
+        return cls(model, search, seq2seq.special_ids(model), max_new_tokens, min_new_tokens, length_alpha)
 
     @property
-    def full(self) -> bool:
-        return self.length == self.max_new_tokens
+    def rows(self) -> int:
+        """Outputs under construction for each source."""
+        return self.search.groups * self.search.width
 
-    def go_on(self, tokens: Tensor, parents: Tensor | None = None) -> None:
-        """Write tokens [sources, rows] after what the rows `parents` of the same source wrote."""
-        self._last = tokens.flatten()
-        if parents is not None:
-            first = torch.arange(self.sources, device=self.device)[:, None] * self.rows
-            self._stepper.reorder((first + parents).flatten())
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        return (self.search, self.ids, self.max_new_tokens, self.min_new_tokens, self.length_alpha)
+
+    def uniform_of(self, sources: Sequence[int], generators: Any, device: torch.device) -> dict[int, Tensor]:
+        """The random numbers of samples, drawn source by source. [samples, steps] each"""
+        each = generators if isinstance(generators, list) else [generators] * len(sources)
+        return {
+            source: torch.rand(self.search.width, self.max_new_tokens, generator=g, device=g.device if g else device)
+            for source, g in zip(sources, each, strict=True)
+        }
 
 
-def _beams(writer: _Writer, search: Search, alpha: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, log P and lengths of the finished beams; empty places have log P = -inf.
+@torch.no_grad()
+def stream(
+    task: Task,
+    sources: Iterable[int],
+    count: int,
+    source_length: int,
+    batch: Callable[[Sequence[int]], tuple[Tensor, Tensor]],
+    noise: Callable[[int], Tensor],
+    slots: int = 0,
+) -> Iterator[Found]:
+    """Search for the sources with the given numbers, at most `count`; each comes out when it is done.
 
-    Every group is a beam search of its own, as `generate` does it: of the best 2 x width continuations,
-    the unfinished ones go on and those among the first `width` that end are kept. A group is over when
-    `width` outputs are kept and no open beam scores better than the worst of them.
+    source_length: tokens of the longest source.
+    batch: the token ids and mask of the sources with the given numbers.
+    noise: for samples, the uniform numbers [samples, steps] of a source.
+    slots: sources under way at once; 0 to choose by the device's memory. Fewer, if so many do not fit.
     """
-    sources, groups, width, steps = writer.sources, search.groups, search.width, writer.max_new_tokens
-    shape, device = (sources, groups, width), writer.device
-    tokens = torch.full((*shape, steps), writer.ids.pad, device=device)
-    log_p = torch.full(shape, NEVER, device=device)
-    log_p[..., 0] = 0.0  # one empty output to begin with; the other beams do not exist yet
-    score = log_p.clone()  # log P less the penalties of diverse groups: what the search ranks by
-    kept_tokens, kept_log_p, kept_score = tokens.clone(), torch.full_like(log_p, NEVER), torch.full_like(log_p, NEVER)
-    kept_length = torch.zeros(shape, dtype=torch.int64, device=device)
-    is_open = torch.ones(shape[:2], dtype=torch.bool, device=device)
+    model = task.model
+    training = model.training
+    model.eval()
+    queue, left = _Queue(sources), count
+    try:
+        while queue:
+            bench, anatomy = None, _anatomy(model)
+            slots = min(slots or _fitting_slots(task, anatomy, source_length), left)
+            try:
+                bench = _bench(task, anatomy, source_length, slots)
+                for found in bench.work(model, queue, batch, noise):
+                    left -= 1
+                    yield found
+            except torch.OutOfMemoryError:
+                if slots == 1:
+                    raise
+                if bench:
+                    queue.put_back([*bench.under_way.values()])
+                log.warning("%d sources at once do not fit into memory: going on with %d", slots, slots // 2)
+                slots //= 2
+                bench = _benches.pop(model, None)
+                del bench
+                torch.cuda.empty_cache()
+    finally:
+        model.train(training)
 
-    while bool(is_open.any()):
-        next_log_p = writer.next_log_probabilities().view(*shape, -1)
-        vocabulary, position = next_log_p.shape[-1], writer.length - 1
-        chosen_before = torch.zeros(sources, vocabulary, device=device)
+
+class _Queue:
+    def __init__(self, sources: Iterable[int]) -> None:
+        self._sources = iter(sources)
+
+    def take(self, count: int) -> list[int]:
+        return [*itertools.islice(self._sources, count)]
+
+    def put_back(self, sources: list[int]) -> None:
+        self._sources = itertools.chain(sources, self._sources)
+
+    def __bool__(self) -> bool:
+        first = self.take(1)
+        self.put_back(first)
+        return bool(first)
+
+
+_benches: weakref.WeakKeyDictionary[Any, _Bench] = weakref.WeakKeyDictionary()
+_fallbacks: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _anatomy(model: Any) -> families.Anatomy | None:
+    """In the type that the search computes in."""
+    autocast = torch.is_autocast_enabled(model.device.type)
+    anatomy = families.anatomy(model, torch.get_autocast_dtype(model.device.type) if autocast else None)
+    if anatomy is None and model not in _fallbacks:
+        _fallbacks.add(model)
+        log.warning("calibeam's fast search does not know %s models: using Hugging Face's forward pass", model.config.model_type)
+    return anatomy
+
+
+def _fitting_slots(task: Task, anatomy: families.Anatomy | None, source_length: int) -> int:
+    """As many sources at once as are worth while, and as the device's memory is likely to hold."""
+    device = task.model.device
+    slots = max(1, ROWS.get(device.type, ROWS["cuda"]) // task.rows)
+    if anatomy is None or device.type != "cuda":
+        return slots
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    each = Decoder.bytes_per_slot(anatomy, task.rows, task.max_new_tokens, source_length)
+    each += task.rows * len(anatomy.head_weight) * 8
+    return min(slots, max(1, int(MEMORY_SHARE * free) // each))
+
+
+def _bench(task: Task, anatomy: families.Anatomy | None, source_length: int, slots: int) -> _Bench:
+    """A workbench for a task: the model's last one, where it fits, for a recorded graph is worth keeping."""
+    model = task.model
+    if model.device.type != "cuda" or anatomy is None or torch.is_autocast_enabled("cuda"):
+        return _Bench(task, anatomy, slots, source_length)
+    key = (task.identity, slots, source_length, tuple(parameter.data_ptr() for parameter in model.parameters()))
+    bench = _benches.get(model)
+    if bench is None or bench.key != key:
+        _benches.pop(model, None)
+        del bench
+        bench = _benches[model] = _Bench(task, anatomy, slots, source_length, key)
+    bench.refresh()
+    return bench
+
+
+class _Bench:
+    """Slots for sources under way, and the step that takes all of them further by one token."""
+
+    def __init__(self, task: Task, anatomy: families.Anatomy | None, slots: int, source_length: int, key: Any = None) -> None:
+        self.slots, self.key = slots, key
+        self.under_way: dict[int, int] = {}
+        """The source in each slot that is taken."""
+        self._task = dataclasses.replace(task, model=None)  # a bench must not keep its model alive
+        self._device = task.model.device
+        self._decoder: Decoder | PlainDecoder = (
+            PlainDecoder(task.model, task.rows)
+            if anatomy is None
+            else Decoder(anatomy, slots, task.rows, task.max_new_tokens, source_length)
+        )
+        self._state = self._fresh_state()
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def _fresh_state(self) -> _Beams | _Samples:
+        return (_Beams if self._task.search.top_p is None else _Samples)(self._task, self.slots, self._device)
+
+    def refresh(self) -> None:
+        """Take over weights that have changed in place."""
+        if isinstance(self._decoder, Decoder):
+            self._decoder.refresh()
+
+    def work(
+        self, model: Any, queue: _Queue, batch: Callable[[Sequence[int]], tuple[Tensor, Tensor]], noise: Callable[[int], Tensor]
+    ) -> Iterator[Found]:
+        """Take sources from the queue until it is empty; only once where they cannot enter while others are under way."""
+        self.under_way.clear()
+        self._state.close()
+        if not self._decoder.rolling:
+            first = queue.take(self.slots)
+            queue.put_back(first)
+            if len(first) < self.slots:
+                self.slots = len(first)
+                self._state = self._fresh_state()
+        may_enter, ready = True, list[Found]()
+        try:
+            while may_enter or self.under_way:
+                free = [slot for slot in range(self.slots) if slot not in self.under_way]
+                if may_enter and len(free) * 8 >= self.slots:
+                    entering = dict(zip(free, queue.take(len(free)), strict=False))
+                    self.under_way |= entering
+                    may_enter = len(entering) == len(free) and self._decoder.rolling
+                    if entering:
+                        self._enter(model, entering, batch, noise)
+                if not self.under_way:
+                    break
+                for _ in range(CHECK_EVERY if self._device.type == "cuda" and self._decoder.rolling else 1):
+                    self._step()
+                yield from ready  # while the GPU is at work
+                ready = []
+                done = self._state.done.tolist()
+                finished = [slot for slot in self.under_way if done[slot]]
+                tokens, log_p = self._state.best(finished) if finished else ([], [])
+                sources = [self.under_way.pop(slot) for slot in finished]
+                ready = [*zip(sources, tokens, log_p, strict=True)]
+        except torch.OutOfMemoryError:
+            yield from ready
+            raise
+        yield from ready
+
+    def _enter(self, model: Any, entering: dict[int, int], batch: Any, noise: Any) -> None:
+        input_ids, mask = batch([*entering.values()])
+        slots = torch.tensor([*entering], device=self._device)
+        at_once = max(1, ENCODE_TOKENS // input_ids.shape[1]) if self._decoder.rolling else len(slots)
+        for places, ids, some in zip(*(t.split(at_once) for t in (slots, input_ids, mask)), strict=True):
+            self._decoder.enter(places, seq2seq.encode(model, ids, some), some)
+        self._state.enter(slots, [noise(source) for source in entering.values()] if self._task.search.top_p else [])
+
+    def _step(self) -> None:
+        if self._device.type != "cuda" or not self._decoder.rolling:
+            self._one_step(int(self._state.position.max()) + 1)
+            return
+        if self._graph is None:
+            steps = self._task.max_new_tokens
+            saved = self._state.saved()
+            side = torch.cuda.Stream()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                self._one_step(steps)  # compiles kernels and lets libraries take their workspace
+            torch.cuda.current_stream().wait_stream(side)
+            self._state.restore(saved)
+            self._graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self._graph):
+                self._one_step(steps)
+        self._graph.replay()
+
+    def _one_step(self, longest: int) -> None:
+        logits = self._decoder.step(self._state.last, self._state.position, longest)
+        parents = self._state.advance(logits)
+        if parents is not None:
+            self._decoder.reorder(parents)
+
+
+class _State:
+    """What both kinds of search keep for every slot. All of it is changed in place."""
+
+    def __init__(self, task: Task, slots: int, device: torch.device) -> None:
+        self._task, self._slots = task, slots
+        self._eos = torch.tensor(task.ids.eos, device=device)
+        self.position = torch.zeros(slots, dtype=torch.int64, device=device)
+        """Tokens written so far."""
+        self.last = torch.full((slots, task.rows), task.ids.start, device=device)
+        self.done = torch.ones(slots, dtype=torch.bool, device=device)
+
+    def close(self) -> None:
+        """Forget what is under way."""
+        self.done.fill_(True)
+
+    def saved(self) -> dict[str, Tensor]:
+        return {name: value.clone() for name, value in vars(self).items() if isinstance(value, Tensor)}
+
+    def restore(self, saved: dict[str, Tensor]) -> None:
+        for name, value in saved.items():
+            getattr(self, name).copy_(value)
+
+    def _ends(self, tokens: Tensor) -> Tensor:
+        return torch.isin(tokens, self._eos)
+
+    def _move_on(self, is_open: Tensor, tokens: Tensor) -> None:
+        """After a step: is_open [slots], and the tokens the rows go on with."""
+        self.done.copy_(~is_open)
+        self.last.copy_(tokens)
+        self.position += is_open
+
+
+class _Beams(_State):
+    """Groups of beams. Each group is a beam search of its own, as `generate` does it: of the best 2 x width
+    continuations, the unfinished ones go on and those among the first `width` that end are kept. A group is over
+    when `width` outputs are kept and no open beam scores better than the worst of them.
+    """
+
+    def __init__(self, task: Task, slots: int, device: torch.device) -> None:
+        super().__init__(task, slots, device)
+        shape = (slots, task.search.groups, task.search.width)
+        self._tokens = torch.full((*shape, task.max_new_tokens), task.ids.pad, device=device)
+        self._log_p = torch.zeros(shape, device=device)
+        self._score = torch.zeros(shape, device=device)
+        """log P less the penalties of diverse groups: what the search ranks by."""
+        self._kept_tokens = self._tokens.clone()
+        self._kept_log_p, self._kept_score = self._log_p.clone(), self._log_p.clone()
+        self._kept_length = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._is_open = torch.zeros(shape[:2], dtype=torch.bool, device=device)
+
+    def close(self) -> None:
+        super().close()
+        self._is_open.fill_(False)
+
+    def enter(self, slots: Tensor, noise: list[Tensor]) -> None:
+        self.position[slots], self.last[slots], self.done[slots] = 0, self._task.ids.start, False
+        self._tokens[slots] = self._kept_tokens[slots] = self._task.ids.pad
+        self._log_p[slots] = self._kept_log_p[slots] = self._kept_score[slots] = NEVER
+        self._log_p[slots, :, 0] = 0.0  # one empty output to begin with; the other beams do not exist yet
+        self._score[slots] = self._log_p[slots]
+        self._is_open[slots] = True
+
+    def advance(self, logits: Tensor) -> Tensor:
+        """Parents [slots, rows] of the beams that go on."""
+        search, ids, alpha = self._task.search, self._task.ids, self._task.length_alpha
+        groups, width, vocabulary = search.groups, search.width, logits.shape[-1]
+        # Enough that as many go on as end, and at the last step as many as all groups need, lest an earlier one took them;
+        # of each row, also enough to replace those that bans and penalties may hit.
+        wanted = max(groups * width, (1 + len(ids.eos)) * width)
+        hit = len(ids.eos) * (self._task.min_new_tokens > 0) + groups * width * (search.diversity > 0)
+        next_log_p, next_token = self._allowed(logits, min(wanted + hit, vocabulary))
+        wanted = min(wanted, width * next_token.shape[-1])
+        position, length = self.position[:, None], self.position[:, None] + 1
+        full = length == self._task.max_new_tokens
+        chosen_before = logits.new_zeros(self._slots, vocabulary, dtype=torch.float32) if search.diversity else None
         ended_before: list[Tensor] = []
-        parents, following = torch.empty_like(tokens[..., 0]), torch.empty_like(tokens[..., 0])
+        parents, following = [], []
         for g in range(groups):
-            total = score[:, g, :, None] + next_log_p[:, g]
-            if g and search.diversity:
-                total -= hamming_penalty(chosen_before, search.diversity)[:, None]
-            # At the last step as many as all groups together need, lest an earlier one has taken them.
-            wanted = groups * width if writer.full else 0
-            wanted = min(max(wanted, (1 + len(writer.ids.eos)) * width), total[0].numel())
+            tokens, kept_tokens, is_open = self._tokens[:, g], self._kept_tokens[:, g], self._is_open[:, g]
+            total, token_of = self._score[:, g, :, None] + next_log_p[:, g], next_token[:, g].flatten(1)
+            if chosen_before is not None and g:
+                counts = chosen_before.gather(1, token_of).view_as(total)
+                total = total - hamming_penalty(counts, search.diversity)
             best, index = total.flatten(1).topk(wanted)
-            parent, token = index // vocabulary, index % vocabulary
-            grown = _take(tokens[:, g], parent)
-            grown[..., position] = token
-            grown_log_p = log_p[:, g].gather(1, parent) + next_log_p[:, g].flatten(1).gather(1, index)
+            parent, token = index // next_token.shape[-1], token_of.gather(1, index)
+            grown = _take(tokens, parent)
+            grown.scatter_(2, position[..., None].expand(-1, wanted, 1), token[..., None])
+            grown_log_p = self._log_p[:, g].gather(1, parent) + next_log_p[:, g].flatten(1).gather(1, index)
 
-            exists = best > NEVER
-            ends = writer.ends(token) | writer.full
+            ends_here = self._ends(token)
+            ends = ends_here | full
             repeated = _rows_in(grown, ended_before) & ends
             place = (~repeated).cumsum(-1)
-            kept = ends & exists & ~repeated & (place <= width) & is_open[:, g, None]
-            ended_before.append(grown.masked_fill(~kept[..., None], -1))
-            all_scores = torch.cat([kept_score[:, g], length_normalised(best, writer.length, alpha).masked_fill(~kept, NEVER)], 1)
-            kept_score[:, g], order = all_scores.topk(width)
-            kept_tokens[:, g] = _take(torch.cat([kept_tokens[:, g], grown], 1), order)
-            kept_log_p[:, g] = torch.cat([kept_log_p[:, g], grown_log_p.masked_fill(~kept, NEVER)], 1).gather(1, order)
-            kept_length[:, g] = torch.cat(
-                [kept_length[:, g], torch.full_like(token, writer.length)], 1
-            ).gather(1, order)  # fmt: skip
+            kept = ends & (best > NEVER) & ~repeated & (place <= width) & is_open[:, None]
+            if g + 1 < groups:
+                ended_before.append(grown.masked_fill(~kept[..., None], -1))
+            new_score = length_normalised(best, length, alpha).masked_fill(~kept, NEVER)
+            kept_score, order = torch.cat([self._kept_score[:, g], new_score], 1).topk(width)
+            new_log_p = grown_log_p.masked_fill(~kept, NEVER)
+            kept_tokens.copy_(_take(torch.cat([kept_tokens, grown], 1), order))
+            self._kept_log_p[:, g] = torch.cat([self._kept_log_p[:, g], new_log_p], 1).gather(1, order)
+            self._kept_length[:, g] = torch.cat([self._kept_length[:, g], length.expand(-1, wanted)], 1).gather(1, order)
+            self._kept_score[:, g] = kept_score
 
-            score[:, g], order = best.masked_fill(ends, NEVER).topk(min(width, wanted))
-            tokens[:, g], log_p[:, g] = _take(grown, order), grown_log_p.gather(1, order)
-            parents[:, g], following[:, g] = parent.gather(1, order) + g * width, token.gather(1, order)
-            # What later groups avoid: the tokens this group goes on with, or would but for the last step's cut.
-            goes_on = best.masked_fill(writer.ends(token) | repeated | ~is_open[:, g, None], NEVER)
-            goes_on, chosen = goes_on.topk(min(width, wanted))
-            chosen_before.scatter_add_(1, token.gather(1, chosen), (goes_on > NEVER).float())
-            best_open = length_normalised(score[:, g, 0], writer.length, alpha)
-            is_open[:, g] &= best_open > kept_score[:, g].amin(-1)
-        if writer.full:
-            break
-        writer.go_on(following.flatten(1), parents.flatten(1))
-    return kept_tokens.flatten(1, 2), kept_log_p.flatten(1), kept_length.flatten(1)
+            score, order = best.masked_fill(ends, NEVER).topk(width)
+            tokens.copy_(_take(grown, order))
+            self._score[:, g], self._log_p[:, g] = score, grown_log_p.gather(1, order)
+            parents.append(parent.gather(1, order) + g * width)
+            following.append(token.gather(1, order))
+            if chosen_before is not None:
+                # What later groups avoid: the tokens this group goes on with, or would but for the last step's cut.
+                goes_on, chosen = best.masked_fill(ends_here | repeated | ~is_open[:, None], NEVER).topk(width)
+                chosen_before.scatter_add_(1, token.gather(1, chosen), (goes_on > NEVER).float())
+            best_open = length_normalised(score[:, 0], length[:, 0], alpha)
+            is_open &= (best_open > kept_score.amin(-1)) & ~full[:, 0]
+        self._move_on(self._is_open.any(1), torch.cat(following, 1))
+        return torch.cat(parents, 1)
+
+    def _allowed(self, logits: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        """log P and ids of the best `count` continuations of every beam, -inf for what may not come next."""
+        ids, shape = self._task.ids, (self._slots, self._task.search.groups, self._task.search.width, -1)
+        log_p, token, log_sum = ops.best_tokens(logits, count)
+        log_p, token = log_p.view(shape), token.view(shape)
+        if self._task.min_new_tokens:
+            too_short = (self.position < self._task.min_new_tokens)[:, None, None, None]
+            log_p = log_p.masked_fill(self._ends(token) & too_short, NEVER)
+        if ids.forced_first is not None:
+            first = (self.position == 0)[:, None, None, None]
+            forced_log_p = torch.full_like(log_p, NEVER)
+            forced_log_p[..., 0] = (logits[:, ids.forced_first].float() - log_sum).view(shape[:-1])
+            log_p = torch.where(first, forced_log_p, log_p)
+            token = torch.where(first, torch.full_like(token, ids.forced_first), token)
+        return log_p, token
+
+    def best(self, slots: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+        """Token ids and log P of the outputs that these slots kept."""
+        return _best_first(
+            self._kept_tokens[slots].flatten(1, 2), self._kept_log_p[slots].flatten(1), self._kept_length[slots].flatten(1),
+            self._task.length_alpha,
+        )  # fmt: skip
 
 
-def _samples(writer: _Writer, search: Search, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Token ids, log P and lengths of independent samples, as drawn."""
-    assert search.top_p is not None
-    shape = (writer.sources, search.width)
-    tokens = torch.full((*shape, writer.max_new_tokens), writer.ids.pad, device=writer.device)
-    log_p = torch.zeros(shape, device=writer.device)
-    length = torch.zeros(shape, dtype=torch.int64, device=writer.device)
-    is_open = torch.ones(shape, dtype=torch.bool, device=writer.device)
-    while not writer.full and bool(is_open.any()):
-        next_log_p = writer.next_log_probabilities()
-        allowed = next_log_p.log_softmax(-1).flatten(0, 1)  # what is left where the end or all but a code are banned
-        position = writer.length - 1
-        token = draw_from_nucleus(allowed, search.top_p, uniform[..., position].flatten()).view(shape)
-        tokens[..., position] = token.where(is_open, tokens[..., position])
-        log_p += next_log_p.gather(-1, token[..., None])[..., 0].masked_fill(~is_open, 0.0)
-        length += is_open
-        is_open &= ~writer.ends(token)
-        writer.go_on(token)
-    return tokens, log_p, length
+class _Samples(_State):
+    """Independent samples, as drawn."""
+
+    def __init__(self, task: Task, slots: int, device: torch.device) -> None:
+        super().__init__(task, slots, device)
+        shape = (slots, task.search.width)
+        self._tokens = torch.full((*shape, task.max_new_tokens), task.ids.pad, device=device)
+        self._log_p = torch.zeros(shape, device=device)
+        self._length = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._is_open = torch.zeros(shape, dtype=torch.bool, device=device)
+        self._noise = torch.zeros(self._tokens.shape, device=device)
+
+    def close(self) -> None:
+        super().close()
+        self._is_open.fill_(False)
+
+    def enter(self, slots: Tensor, noise: list[Tensor]) -> None:
+        self.position[slots], self.last[slots], self.done[slots] = 0, self._task.ids.start, False
+        self._tokens[slots], self._log_p[slots], self._length[slots] = self._task.ids.pad, 0.0, 0
+        self._is_open[slots] = True
+        self._noise[slots] = torch.stack([each.to(self._noise.device) for each in noise])
+
+    def advance(self, logits: Tensor) -> None:
+        ids, search, is_open = self._task.ids, self._task.search, self._is_open
+        assert search.top_p is not None
+        log_sum, position = ops.log_sum_exp(logits), self.position[:, None, None].expand(-1, search.width, 1)
+        if self._task.min_new_tokens:
+            too_short = (self.position < self._task.min_new_tokens).repeat_interleave(search.width)
+            logits.index_copy_(1, self._eos, logits[:, self._eos].masked_fill(too_short[:, None], NEVER))
+        token = ops.draw(logits, search.top_p, self._noise.gather(2, position).flatten()).view_as(self._log_p)
+        if ids.forced_first is not None:
+            token = torch.where(self.position[:, None] == 0, torch.full_like(token, ids.forced_first), token)
+        log_p = (logits.gather(1, token.view(-1, 1))[:, 0].float() - log_sum).view_as(self._log_p)
+        now = self._tokens.gather(2, position)
+        self._tokens.scatter_(2, position, torch.where(is_open[..., None], token[..., None], now))
+        self._log_p += log_p.masked_fill(~is_open, 0.0)
+        self._length += is_open
+        full = self.position[:, None] + 1 == self._task.max_new_tokens
+        is_open &= ~self._ends(token) & ~full
+        self._move_on(is_open.any(1), token)
+
+    def best(self, slots: list[int]) -> tuple[list[Tensor], list[Tensor]]:
+        return _best_first(self._tokens[slots], self._log_p[slots], self._length[slots], self._task.length_alpha)
 
 
-def _best_first(tokens: Tensor, log_p: Tensor, length: Tensor, pad: int, alpha: float) -> Candidates:
+def _best_first(tokens: Tensor, log_p: Tensor, length: Tensor, alpha: float) -> tuple[list[Tensor], list[Tensor]]:
+    """Those that exist, of every source. [sources, rows, steps], [sources, rows] twice"""
     order = length_normalised(log_p, length.clamp(min=1), alpha).argsort(dim=1, descending=True, stable=True)
-    tokens, log_p, length = _take(tokens, order), log_p.gather(1, order), length.gather(1, order)
-    exists = log_p > NEVER
-    count, longest = int(exists.sum(1).max()), int(length.masked_fill(~exists, 0).max())
-    tokens = tokens.masked_fill(~exists[..., None], pad)
-    return Candidates(tokens[:, :count, :longest], log_p[:, :count].float())
-
-
-def _uniform(generator: Any, input_ids: Tensor, samples: int, steps: int) -> Tensor:
-    """[sources, samples, steps], drawn source by source."""
-    sources, device = input_ids.shape[0], input_ids.device
-    generators = list(generator) if isinstance(generator, Sequence) else [generator] * sources
-    if len(generators) != sources:
-        raise ValueError(f"{len(generators)} generators for {sources} sources")
-    drawn = [torch.rand(samples, steps, generator=g, device=g.device if g else device) for g in generators]
-    return torch.stack([noise.to(device) for noise in drawn])
+    tokens, log_p, length = _take(tokens, order).cpu(), log_p.gather(1, order).cpu(), length.gather(1, order).cpu()
+    counts = (log_p > NEVER).sum(1).tolist()
+    longest = length.masked_fill(log_p == NEVER, 0).amax(1).tolist()
+    return (
+        [rows[:count, :steps] for rows, count, steps in zip(tokens, counts, longest, strict=True)],
+        [values[:count].float() for values, count in zip(log_p, counts, strict=True)],
+    )
 
 
 def _take(rows: Tensor, index: Tensor) -> Tensor:

@@ -71,17 +71,28 @@ def hamming_penalty(counts: Tensor, diversity: float) -> Tensor:
 
 
 def draw_from_nucleus(log_probabilities: Tensor, top_p: float, uniform: Tensor) -> Tensor:
-    """One token per row, drawn from the smallest set of tokens whose probability reaches top_p.
+    """One token per row, drawn from the most probable tokens that together reach top_p. [rows]
 
-    Draws by inverting the distribution at `uniform` in [0, 1), so a row's token depends on that row alone. [rows]
+    Draws by inverting the distribution, in the order of the vocabulary, at `uniform` in [0, 1): a row's token
+    depends on that row alone.
     """
-    sorted_p, tokens = log_probabilities.exp().sort(dim=-1, descending=True, stable=True)
-    before = sorted_p.cumsum(-1) - sorted_p
-    nucleus_p = sorted_p.masked_fill(before >= top_p, 0.0)
-    cumulative = nucleus_p.cumsum(-1)
-    chosen = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1, keepdim=True)
-    last = (nucleus_p > 0).sum(-1, keepdim=True) - 1  # rounding must not step outside the nucleus
-    return tokens.gather(-1, chosen.minimum(last))[:, 0]
+    probabilities = log_probabilities.exp()
+    return draw_above(probabilities, least_of_nucleus(probabilities.sort(descending=True).values, top_p), uniform)
+
+
+def least_of_nucleus(sorted_probabilities: Tensor, top_p: float) -> Tensor:
+    """The probability of the token with which each row reaches top_p. Tokens that tie with it are in. [rows]"""
+    before = sorted_probabilities.cumsum(-1) - sorted_probabilities
+    return sorted_probabilities.masked_fill(before >= top_p, float("inf")).amin(-1)
+
+
+def draw_above(probabilities: Tensor, least: Tensor, uniform: Tensor) -> Tensor:
+    """One token per row among those whose probability is not below `least`. [rows]"""
+    kept = probabilities.masked_fill(probabilities < least[:, None], 0.0)
+    cumulative = kept.cumsum(-1)
+    chosen = (cumulative <= uniform[:, None] * cumulative[:, -1:]).sum(-1)
+    last = kept.shape[-1] - 1 - (kept.flip(-1) > 0).int().argmax(-1)  # rounding must not step outside the nucleus
+    return chosen.minimum(last)
 
 
 def _refuse(given: bool, option: str, method: str) -> None:

@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING, Any
 
 from calibeam import display, store
 from calibeam.paper.calibration import CALIBRATION_LOSSES, PAIR_LOSSES, ordered_pairs, sample_pair
-from calibeam.paper.likelihood import sequence_log_p, token_log_p
 from calibeam.paper.regularization import REGULARIZERS, WITHOUT_REFERENCE
+from calibeam.paper.similarity import span_similarity
 from calibeam.recipe import option
 from calibeam.training import SELECTIONS, Problem, TrainingConfig, train
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
+    from calibeam.engine.packing import Forced
     from calibeam.seq2seq import Seq2Seq
 
 
@@ -35,6 +36,9 @@ class Config(TrainingConfig):
     pairs: str = option("sampled", "rank and margin: one sampled pair per example, or all", choices=lambda: ("sampled", "all"))
     regularizer: str | Callable[..., Any] = option("kl", "Eq. 2", choices=lambda: REGULARIZERS)
     reg_weight: float | None = option(None, "lambda; 1e-5 / learning_rate if not given, as in the paper", at_least=0)
+    similarity: str = option(
+        "fine_tuned", "as scored, or by the decoder states of the model in training", choices=lambda: ("fine_tuned", "current")
+    )
     select: str = option("rouge", "what to choose the checkpoint by", choices=lambda: SELECTIONS)
 
 
@@ -93,7 +97,7 @@ class CalibrationStep:
         self._loss = config.loss if callable(config.loss) else CALIBRATION_LOSSES[config.loss]
         self._regularizer = config.regularizer if callable(config.regularizer) else REGULARIZERS[config.regularizer]
         self._sample = self._loss in PAIR_LOSSES and config.pairs == "sampled"
-        self._beta = config.beta
+        self._beta, self._similarity = config.beta, config.similarity
         self.reg_weight = 1e-5 / config.learning_rate if config.reg_weight is None else config.reg_weight
 
     def loss(
@@ -104,35 +108,35 @@ class CalibrationStep:
         generator: Generator,
     ) -> tuple[Tensor, dict[str, float]]:
         """Summed over the examples, with figures to show, summed likewise."""
+        import torch
+
         from calibeam import seq2seq
+        from calibeam.engine.packing import Forced
 
+        device, model = self._model.device, self._model.model
+        similarity, exists, candidates = self._choose(rows, generator)
+        similarity, exists = similarity.to(device), exists.to(device)
+        input_ids, mask = self._model.batch(sources)
+        target, target_mask = (each[:, None] for each in self._model.batch(targets))
+        token_ids, token_mask = (each.view(len(rows), -1, each.shape[-1]) for each in self._model.batch(candidates))
         with self._same_kernels():
-            device, model = self._model.device, self._model.model
-            similarity, exists, candidates = self._choose(rows, generator)
-            similarity, exists = similarity.to(device), exists.to(device)
-            input_ids, mask = self._model.batch(sources)
             states = seq2seq.encode(model, input_ids, mask)
+            forced_target = Forced(model, states, mask, target, target_mask)
+            reference = None if self._regularizer in WITHOUT_REFERENCE else self._refer(input_ids, mask, target, target_mask)
+        regularization = forced_target.regularization(self._regularizer, reference).sum()
 
-            token_ids, token_mask = self._model.batch(candidates)
-            token_ids, token_mask = (t.view(len(rows), -1, t.shape[-1]) for t in (token_ids, token_mask))
-            logits = seq2seq.force(model, states, mask, token_ids)
-            log_p = sequence_log_p(token_log_p(logits, token_ids), token_mask)
-            calibration = self._loss(log_p, similarity, exists, self._beta).sum()
+        forced = Forced(model, states, mask, token_ids, token_mask)
+        log_p = forced.log_p()
+        if self._similarity == "current":
+            similarity = span_similarity(forced.states().detach(), forced_target.states().detach(), token_mask, target_mask)
+        calibration = self._loss(log_p, similarity, exists, self._beta).sum()
 
-            target, target_mask = self._model.batch(targets)
-            logits = seq2seq.force(model, states, mask, target[:, None])[:, 0]
-            reference_logits = None if self._regularizer in WITHOUT_REFERENCE else self._refer(input_ids, mask, target)
-            regularization = self._regularizer(logits, reference_logits, target, target_mask).sum()
-
-            pairs = ordered_pairs(similarity, exists)
-            agreeing = pairs & (log_p[:, :, None] > log_p[:, None, :])
-            share = agreeing.sum((1, 2)) / pairs.sum((1, 2)).clamp(min=1)
-            figures = {
-                "calibration": calibration.item(),
-                "regularization": regularization.item(),
-                "agreement": share.sum().item(),
-            }
-            return calibration + self.reg_weight * regularization, figures
+        pairs = ordered_pairs(similarity, exists)
+        agreeing = pairs & (log_p[:, :, None] > log_p[:, None, :])
+        share = agreeing.sum((1, 2)) / pairs.sum((1, 2)).clamp(min=1)
+        values = torch.stack([calibration, regularization, share.sum()]).tolist()
+        figures = dict(zip(("calibration", "regularization", "agreement"), values, strict=True))
+        return calibration + self.reg_weight * regularization, figures
 
     def _same_kernels(self) -> AbstractContextManager[Any]:
         """A learned position bias has a gradient in the model and none in the reference, and attention would
@@ -167,11 +171,11 @@ class CalibrationStep:
         own = torch.Generator().manual_seed(seed)
         return sample_pair(similarity, torch.ones_like(similarity, dtype=torch.bool), own)[0].tolist()
 
-    def _refer(self, input_ids: Tensor, mask: Tensor, target: Tensor) -> Tensor:
+    def _refer(self, input_ids: Tensor, mask: Tensor, target: Tensor, target_mask: Tensor) -> Forced:
         import torch
 
         from calibeam import seq2seq
+        from calibeam.engine.packing import Forced
 
         with torch.no_grad():
-            states = seq2seq.encode(self._reference, input_ids, mask)
-            return seq2seq.force(self._reference, states, mask, target[:, None])[:, 0]
+            return Forced(self._reference, seq2seq.encode(self._reference, input_ids, mask), mask, target, target_mask)

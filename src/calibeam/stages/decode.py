@@ -1,14 +1,16 @@
 """Write candidates for every source of a split, by beam search, diverse beam search or nucleus sampling.
 
 Reads:   the folder written by prepare, and a fine-tuned model
-Writes:  candidates.parquet: token ids, texts and log P of every candidate, best first
+Writes:  candidates-00000.parquet and so on: token ids, texts and log P of every candidate, best first.
+         A run that was interrupted goes on where it stopped
 Example: calibeam decode out/data.toml method=nucleus num_candidates=15 top_p=0.9
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,9 +18,11 @@ from typing import TYPE_CHECKING, Any
 from calibeam import display, store
 from calibeam.paper.decoding import DECODERS
 from calibeam.recipe import StageConfig, option
-from calibeam.records import CalibeamError
+from calibeam.records import CalibeamError, Example
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from calibeam.seq2seq import Seq2Seq
 
 
@@ -55,24 +59,73 @@ def run(config: Config, *, force: bool = False) -> Path:
         return output.path
     tuned = load_for_inference(model.path, config.device)
     check_lengths(tuned, config.max_source_length, config.max_new_tokens)
-    examples = data.examples(config.split)
-    with output.writing():
+    total = data.count(config.split)
+    with output.writing(resume=True):
         output.notes += [
             f"the model's generation config asks for {it}; not applied" for it in seq2seq.ignored_heuristics(tuned.model)
         ]
-        sources, cut = tuned.encode_sources([example.source for example in examples], config.max_source_length)
-        settings = search_settings(config)
-        found = decode_all(
-            tuned, [example.id for example in examples], sources, settings, seed=config.seed,
-            batch_size=config.batch_size, description=f"decode {config.method} {config.num_candidates}",
-        )  # fmt: skip
-        output.write_rows("candidates", found, store.CANDIDATES)
-        count, drawn = sum(len(row["log_p"]) for row in found), sum(sum(row["times_drawn"]) for row in found)
-        output.counts |= {"sources": len(examples), "sources_cut": cut, "candidates": count, "merged_duplicates": drawn - count}
+        shards = Shards(output, tuned, config.max_source_length, method=config.method, seed=config.seed)
+        with display.Bar(f"decode {config.method} {config.num_candidates}", total) as bar:
+            found = decode_stream(
+                tuned, shards.sources(data.stream_examples(config.split), bar), search_settings(config), count=total,
+                source_length=config.max_source_length, seed=config.seed, batch_size=config.batch_size,
+            )  # fmt: skip
+            for number, row in found:
+                shards.add(number, row)
+                bar.advance()
+        output.counts |= shards.counts
     display.say(
-        f"decode: {count:,} candidates of {len(examples):,} sources; {cut:,} sources cut, {drawn - count:,} duplicates merged"
+        "decode: {candidates:,} candidates of {sources:,} sources; "
+        "{sources_cut:,} sources cut, {merged_duplicates:,} duplicates merged".format(**shards.counts)
     )
     return output.path
+
+
+class Shards:
+    """Candidates on their way to disk: a shard is written when all its sources are done, and never made again."""
+
+    SIZE = 1024
+
+    def __init__(self, output: store.Output, tuned: Seq2Seq, max_source_length: int, **columns: Any) -> None:
+        self._output, self._tuned, self._max_source_length, self._columns = output, tuned, max_source_length, columns
+        self._open: dict[int, dict[int, dict[str, Any] | None]] = {}
+        self.counts = {"sources": 0, "sources_cut": 0, "candidates": 0, "merged_duplicates": 0}
+
+    def sources(self, examples: Iterator[Example], bar: display.Bar) -> Iterator[tuple[int, str, list[int]]]:
+        """Number, id and token ids of what is still to decode; within a shard the longest first."""
+        for shard in itertools.count():
+            some = [*itertools.islice(examples, self.SIZE)]
+            if not some:
+                self._output.drop(name for name in self._output.tables() if name >= self._name(shard))
+                return
+            tokens, cut = self._tuned.encode_sources([example.source for example in some], self._max_source_length)
+            self.counts["sources"] += len(some)
+            self.counts["sources_cut"] += cut
+            if self._output.written(self._name(shard), [example.id for example in some], store.CANDIDATES):
+                self._count(self._output.table(self._name(shard), store.CANDIDATES))
+                bar.advance(len(some))
+                continue
+            first = shard * self.SIZE
+            self._open[shard] = dict.fromkeys(range(first, first + len(some)))
+            for place in sorted(range(len(some)), key=lambda place: -len(tokens[place])):
+                yield first + place, some[place].id, tokens[place]
+
+    def add(self, number: int, row: dict[str, Any]) -> None:
+        rows = self._open[number // self.SIZE]
+        rows[number] = {**row, **self._columns}
+        if all(rows.values()):
+            whole = [row for row in rows.values() if row is not None]
+            self._output.write_rows(self._name(number // self.SIZE), whole, store.CANDIDATES)
+            self._count(whole)
+            del self._open[number // self.SIZE]
+
+    def _count(self, rows: Sequence[dict[str, Any]]) -> None:
+        kept, drawn = sum(len(row["log_p"]) for row in rows), sum(sum(row["times_drawn"]) for row in rows)
+        self.counts["candidates"] += kept
+        self.counts["merged_duplicates"] += drawn - kept
+
+    def _name(self, shard: int) -> str:
+        return f"candidates-{shard:05}"
 
 
 def check_search(method: str, *options: Any) -> None:
@@ -119,34 +172,64 @@ def decode_all(
     batch_size: int = 0,
     description: str,
 ) -> list[dict[str, Any]]:
-    """The candidates of every source as rows of `store.CANDIDATES`, in the order of the sources."""
+    """The candidates of every source, in the order of the sources."""
+    rows: dict[int, dict[str, Any]] = {}
+    with display.Bar(description, len(sources)) as bar:
+        order = sorted(range(len(sources)), key=lambda number: -len(sources[number]))
+        for number, row in decode_stream(
+            tuned, ((number, ids[number], sources[number]) for number in order), settings, count=len(sources),
+            source_length=max(map(len, sources), default=1), seed=seed, batch_size=batch_size,
+        ):  # fmt: skip
+            rows[number] = row
+            bar.advance()
+    return [rows[number] for number in range(len(sources))]
+
+
+def decode_stream(
+    tuned: Seq2Seq,
+    sources: Iterable[tuple[int, str, Sequence[int]]],
+    settings: dict[str, Any],
+    *,
+    count: int,
+    source_length: int,
+    seed: int,
+    batch_size: int,
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Number and candidates of every source (a number, an id, token ids), each as soon as it is done."""
     import torch
 
-    from calibeam.engine.search import decode
-    from calibeam.seq2seq import batches_by_length, sequence_mask
+    from calibeam.engine import search
+    from calibeam.seq2seq import sequence_mask
 
-    batch_size = batch_size or max(1, (256 if tuned.device.type == "cpu" else 1024) // settings["num_candidates"])
-    rows: dict[int, dict[str, Any]] = {}
-    for batch in display.track(batches_by_length(sources, batch_size), description):
-        input_ids, mask = tuned.batch([sources[index] for index in batch])
-        generators = [torch.Generator().manual_seed(_seed_of(seed, ids[index])) for index in batch]
-        found = decode(tuned.model, input_ids, mask, **settings, generator=generators)
-        lengths = sequence_mask(found.token_ids, tuned.ids.eos).sum(-1).tolist()
-        token_ids, log_p = found.token_ids.tolist(), found.log_p.tolist()
-        for place, index in enumerate(batch):
-            outputs = [tuple(t[:n]) for t, n in zip(token_ids[place], lengths[place], strict=True)]
-            rows[index] = {"id": ids[index], **_merge(tuned, outputs, log_p[place])}
-    return [rows[index] for index in range(len(sources))]
+    under_way: dict[int, tuple[str, Sequence[int]]] = {}
+    task = search.Task.of(tuned.model, **settings)
+
+    def numbers() -> Iterator[int]:
+        for number, example, tokens in sources:
+            under_way[number] = (example, tokens)
+            yield number
+
+    def noise(number: int) -> Tensor:
+        generator = torch.Generator().manual_seed(_seed_of(seed, under_way[number][0]))
+        return torch.rand(task.search.width, task.max_new_tokens, generator=generator)
+
+    def batch(some: Sequence[int]) -> tuple[Tensor, Tensor]:
+        return tuned.batch([under_way[number][1] for number in some])
+
+    for number, tokens, log_p in search.stream(task, numbers(), count, source_length, batch, noise, batch_size):
+        example, _ = under_way.pop(number)
+        lengths = sequence_mask(tokens, task.ids.eos).sum(-1).tolist()
+        outputs = [tuple(row[:length]) for row, length in zip(tokens.tolist(), lengths, strict=True)]
+        yield number, {"id": example, **_merge(tuned, outputs, log_p.tolist())}
 
 
 def _merge(tuned: Seq2Seq, outputs: list[tuple[int, ...]], log_p: list[float]) -> dict[str, Any]:
-    """Distinct outputs in their order, with the number of times each was drawn; places left empty are dropped."""
+    """Distinct outputs in their order, with the number of times each was drawn."""
     first: dict[tuple[int, ...], float] = {}
     times: dict[tuple[int, ...], int] = {}
     for token_ids, value in zip(outputs, log_p, strict=True):
-        if value != float("-inf"):
-            first.setdefault(token_ids, value)
-            times[token_ids] = times.get(token_ids, 0) + 1
+        first.setdefault(token_ids, value)
+        times[token_ids] = times.get(token_ids, 0) + 1
     return {
         "token_ids": [list(token_ids) for token_ids in first],
         "texts": [tuned.text(token_ids) for token_ids in first],

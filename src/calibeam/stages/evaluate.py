@@ -20,7 +20,7 @@ import calibeam
 from calibeam import display, store
 from calibeam.paper import metrics
 from calibeam.paper.decoding import DECODERS
-from calibeam.paper.likelihood import perplexity, sequence_log_p, token_log_p
+from calibeam.paper.likelihood import perplexity
 from calibeam.paper.similarity import SIMILARITIES
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError, Example
@@ -163,6 +163,7 @@ def mean_perplexity(model: Seq2Seq, examples: Sequence[Example], max_source_leng
     import torch
 
     from calibeam import seq2seq
+    from calibeam.engine.logprob import sequence_log_p
     from calibeam.training import autocast
 
     pairs = [(example.source, target) for example in examples for target in example.targets]
@@ -173,9 +174,7 @@ def mean_perplexity(model: Seq2Seq, examples: Sequence[Example], max_source_leng
         with torch.no_grad(), autocast(model.device):
             input_ids, mask = model.batch([sources[index] for index in batch])
             target, target_mask = model.batch([targets[index] for index in batch])
-            states = seq2seq.encode(model.model, input_ids, mask)
-            logits = seq2seq.force(model.model, states, mask, target[:, None])[:, 0]
-            total += sequence_log_p(token_log_p(logits, target), target_mask).sum().item()
+            total += sequence_log_p(model.model, input_ids, mask, target[:, None], target_mask[:, None]).sum().item()
         tokens += int(target_mask.sum())
     return perplexity(total, tokens)
 
@@ -246,7 +245,8 @@ def _evaluate(
         "signature": signature,
     }
     scored = zip(rows, similarity, rouge, strict=True)
-    return result, outputs, [{"setting": name, **row, "similarity": s, "rouge": r} for row, s, r in scored]
+    how = {"setting": name, "method": method, "seed": config.seed}
+    return result, outputs, [{**how, **row, "similarity": s, "rouge": r} for row, s, r in scored]
 
 
 def _candidate_rouge(rows: Sequence[dict[str, Any]], targets: Sequence[Sequence[str]]) -> list[list[float]]:

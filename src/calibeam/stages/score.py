@@ -114,7 +114,7 @@ def outputs(
     tuned: Seq2Seq, states: Tensor, source_mask: Tensor, texts: list[list[str]], token_ids: list[list[list[int]]]
 ) -> Outputs:
     """Sequences as a similarity sees them; every source must have as many."""
-    from calibeam.seq2seq import force_states
+    from calibeam.engine.packing import Forced
 
     ids, mask = tuned.batch([row for sequences in token_ids for row in sequences])
     shape = (len(token_ids), len(token_ids[0]), -1)
@@ -122,7 +122,7 @@ def outputs(
     return Outputs(
         texts,
         mask,
-        lambda: force_states(tuned.model, states, source_mask, ids),
+        lambda: Forced(tuned.model, states, source_mask, ids, mask).states(),
         lambda: tuned.model.get_input_embeddings()(ids),
     )
 

@@ -1,0 +1,230 @@
+"""How fast and how small calibeam's calibration step and scoring are beside the usual ways, in one run on one machine.
+
+    python benchmarks/step.py cpu
+    python benchmarks/step.py gpu
+
+The usual ways, written plainly: BRIO expands the encoder's output once per candidate and builds full logits for all
+of them; TRL-style trainers run the encoder once per sequence; scorers loop over pairs. All compute the same loss on
+the same candidates; the losses are compared. Prints a table and one JSON line per row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from decode import PEAK_FLOPS, Rows, profile, random_pegasus, timed
+from torch import Tensor
+
+from calibeam import seq2seq
+from calibeam.paper.calibration import CALIBRATION_LOSSES
+from calibeam.paper.likelihood import sequence_log_p, token_log_p
+from calibeam.paper.regularization import kl
+from calibeam.paper.similarity import SIMILARITIES, span_similarity
+from calibeam.seq2seq import Seq2Seq
+from calibeam.stages.calibrate import CalibrationStep, Config
+from calibeam.stages.score import outputs
+
+
+@dataclass(frozen=True)
+class Case:
+    size: str
+    sources: int
+    source_length: int
+    length: int
+    vocabulary: int
+    device: str
+    dtype: torch.dtype
+
+
+CASES = {
+    "gpu": Case("LARGE", 16, 512, 64, 96_103, "cuda", torch.bfloat16),
+    "cpu": Case("SMALL", 4, 128, 32, 16_000, "cpu", torch.float32),
+}
+CANDIDATES = 15
+
+
+def candidates(case: Case, shared: bool, rng: random.Random) -> list[list[list[int]]]:
+    """15 of each source. Shared: each begins as an earlier one does, for 20% to 100% of its length, which leaves
+    about as many distinct prefixes as 15 beams on SAMSum have: 2.3 times fewer than tokens."""
+    every = []
+    for _ in range(case.sources):
+        rows: list[list[int]] = []
+        for _ in range(CANDIDATES):
+            begin = rng.choice(rows)[: int(rng.uniform(0.2, 1.0) * case.length)] if shared and rows else []
+            rows.append(begin + [rng.randrange(3, case.vocabulary) for _ in range(case.length - len(begin))])
+        every.append(rows)
+    return every
+
+
+@dataclass(frozen=True)
+class Work:
+    case: Case
+    model: Any
+    reference: Any
+    sources: list[list[int]]
+    targets: list[list[int]]
+    candidates: list[list[list[int]]]
+    similarity: Tensor
+
+    def tensors(self, rows: Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(rows, device=self.case.device)
+
+    def ours(self, loss: str, pair: bool) -> Tensor:
+        config = Config(
+            data="",
+            model="",
+            scored="",
+            output="unused",
+            loss=loss,
+            beta=0.01,
+            reg_weight=1.0,
+            pairs="sampled" if pair else "all",
+        )
+        step = CalibrationStep(Seq2Seq(self.model, None), Seq2Seq(self.reference, None), config)
+        rows = [
+            {"token_ids": ids, "similarity": s, "log_p": [0.0] * len(ids)}
+            for ids, s in zip(self.candidates, self.similarity.tolist(), strict=True)
+        ]
+        total, _ = step.loss(self.sources, self.targets, rows, torch.Generator().manual_seed(0))
+        total.backward()
+        return total.detach()
+
+    def brio(self, loss: str) -> Tensor:
+        """The encoder once per source; its output, and everything after it, once per sequence."""
+        source, sequences = (
+            self.tensors(self.sources),
+            self.tensors([[*c, t] for c, t in zip(self.candidates, self.targets, strict=True)]),
+        )
+        mask = torch.ones_like(source)
+        logits = seq2seq.force(self.model, seq2seq.encode(self.model, source, mask), mask, sequences)
+        return self._finish(loss, logits, sequences)
+
+    def trl(self, loss: str) -> Tensor:
+        """The encoder once per sequence."""
+        pairs = [[*rows[:2], target] for rows, target in zip(self.candidates, self.targets, strict=True)]
+        sequences = self.tensors(pairs)
+        source = self.tensors(self.sources).repeat_interleave(3, 0)
+        mask = torch.ones_like(source)
+        logits = seq2seq.force(self.model, seq2seq.encode(self.model, source, mask), mask, sequences.flatten(0, 1)[:, None])
+        return self._finish(loss, logits.view(*sequences.shape, -1), sequences)
+
+    def _finish(self, loss: str, logits: Tensor, sequences: Tensor) -> Tensor:
+        kept = torch.ones_like(sequences, dtype=torch.bool)
+        log_p = sequence_log_p(token_log_p(logits[:, :-1], sequences[:, :-1]), kept[:, :-1])
+        source, target = self.tensors(self.sources), sequences[:, -1]
+        mask = torch.ones_like(source)
+        with torch.no_grad():
+            states = seq2seq.encode(self.reference, source, mask)
+            reference_logits = seq2seq.force(self.reference, states, mask, target[:, None])[:, 0]
+        similarity = self.similarity[:, : log_p.shape[1]].to(log_p.device)
+        calibration = CALIBRATION_LOSSES[loss](log_p, similarity, torch.ones_like(similarity, dtype=torch.bool), 0.01)
+        total = calibration.sum() + kl(logits[:, -1], reference_logits, target, kept[:, -1]).sum()
+        total.backward()
+        return total.detach()
+
+    @torch.no_grad()
+    def score(self) -> Tensor:
+        tuned = Seq2Seq(self.model, None)
+        source, mask = tuned.batch(self.sources)
+        states = seq2seq.encode(self.model, source, mask)
+        found = outputs(tuned, states, mask, [], self.candidates)
+        return SIMILARITIES["decoder"](found, outputs(tuned, states, mask, [], [[row] for row in self.targets]))
+
+    @torch.no_grad()
+    def score_by_pairs(self) -> Tensor:
+        every = []
+        for source, rows, target in zip(self.sources, self.candidates, self.targets, strict=True):
+            for row in rows:
+                ids = self.tensors([source])
+                mask, both = torch.ones_like(ids), self.tensors([[row, target]])
+                states = seq2seq.force_states(self.model, seq2seq.encode(self.model, ids, mask), mask, both)[0]
+                kept = torch.ones_like(both[0], dtype=torch.bool)
+                every.append(span_similarity(states[0], states[1], kept[0], kept[1]))
+        return torch.stack(every).view(len(self.sources), -1)
+
+
+def flops(work: Work) -> float:
+    """Of a step with all candidates the plain way: 6 per weight and token, encoder and decoder, and the reference."""
+    case, config = work.case, work.model.config
+    encoder = config.encoder_layers * (4 * config.d_model**2 + 2 * config.d_model * config.encoder_ffn_dim)
+    decoder = config.decoder_layers * (6 * config.d_model**2 + 2 * config.d_model * config.decoder_ffn_dim)
+    head = config.d_model * config.vocab_size
+    written = case.sources * case.length * (CANDIDATES + 1) * (decoder + head)
+    return 6 * (case.sources * case.source_length * encoder + written)
+
+
+def run(rows: Rows, case: Case, repeat: int) -> None:
+    rng = random.Random(0)  # noqa: S311
+    model = random_pegasus(case.size, case.vocabulary, case.device, case.dtype)
+    reference = random_pegasus(case.size, case.vocabulary, case.device, case.dtype).requires_grad_(False)
+    for shared in (False, True):
+        work = Work(
+            case, model, reference,
+            sources=[[rng.randrange(3, case.vocabulary) for _ in range(case.source_length)] for _ in range(case.sources)],
+            targets=[[rng.randrange(3, case.vocabulary) for _ in range(case.length)] for _ in range(case.sources)],
+            candidates=candidates(case, shared, rng),
+            similarity=torch.rand(case.sources, CANDIDATES, generator=torch.Generator().manual_seed(0)),
+        )  # fmt: skip
+        kind = "prefixes shared" if shared else "nothing shared"
+        name = f"{case.size} {case.sources}x{case.source_length}, {kind}"
+        compare(
+            rows,
+            f"list_rank + KL, {name}",
+            work,
+            {"BRIO's way": partial(work.brio, "list_rank"), "calibeam": partial(work.ours, "list_rank", False)},
+            repeat,
+        )
+        if not shared:
+            two = Work(
+                **{**vars(work), "candidates": [each[:2] for each in work.candidates], "similarity": work.similarity[:, :2]}
+            )
+            compare(
+                rows,
+                f"rank + KL, a pair, {name}",
+                two,
+                {"TRL's way": partial(two.trl, "rank"), "calibeam": partial(two.ours, "rank", True)},
+                repeat,
+            )
+        compare(rows, f"score, {name}", work, {"pair by pair": work.score_by_pairs, "calibeam": work.score}, repeat)
+
+
+def compare(rows: Rows, case: str, work: Work, ways: dict[str, Callable[[], Tensor]], repeat: int) -> None:
+    results = {}
+    for name, way in ways.items():
+        work.model.zero_grad(set_to_none=True)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        way()
+        work.model.zero_grad(set_to_none=True)
+
+        def clean(way: Callable[[], Tensor] = way) -> Tensor:
+            work.model.zero_grad(set_to_none=True)
+            return way()
+
+        seconds, memory, results[name] = timed(clean, repeat)
+        more = {"examples_per_second": round(work.case.sources / seconds, 2), "result": float(results[name].float().mean())}
+        if "list_rank" in case and torch.cuda.is_available():
+            more["model_flops_utilisation"] = round(flops(work) / seconds / PEAK_FLOPS, 3)
+        if torch.cuda.is_available() and name == "calibeam":
+            profile(clean, case)
+        rows.add(case, name, len(work.sources) * len(work.candidates[0]), seconds, memory, **more)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("case", choices=tuple(CASES))
+    parser.add_argument("--repeat", type=int, default=3)
+    chosen = parser.parse_args()
+    rows = Rows()
+    run(rows, CASES[chosen.case], chosen.repeat)
+    rows.show()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""The few operations that a search spends its time in: by Triton kernels on a GPU that has them, by PyTorch elsewhere."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from calibeam.families import ALIGNMENT
+from calibeam.paper.decoding import draw_above, least_of_nucleus
+
+CHUNK = 64  # of the vocabulary: the best K tokens of a row lie in the K chunks with the best maxima
+NUCLEUS_GUESS = 512  # tokens among which a nucleus is looked for before the whole vocabulary is sorted
+
+
+@functools.cache
+def has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def by_kernel(tensor: Tensor) -> bool:
+    return tensor.is_cuda and has_triton()
+
+
+class Product:
+    """Linear layers with one input, as one product, with the weights in the form that the device likes best."""
+
+    def __init__(self, *layers: tuple[Tensor, Tensor | None], rows: int) -> None:
+        """layers: weights and biases; all of them have a bias or none has. rows: as many as are multiplied at once."""
+        self._layers, self._rows = layers, rows
+        weight = layers[0][0]
+        self._columns = sum(len(weight) for weight, _ in layers)
+        self._packed = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
+        self._spare = -self._columns % ALIGNMENT if weight.is_cuda else 0
+        self._is_copy = len(layers) > 1 or self._packed or self._spare > 0
+        self._weight, self._bias = self._stacked()
+
+    def __call__(self, states: Tensor) -> Tensor:
+        """[rows, in] -> [rows, out]"""
+        if self._packed:
+            # oneDNN, for packed weights faster than F.linear with as few rows as a search has.
+            return torch.ops.mkldnn._linear_pointwise(states, self._weight, self._bias, "none", [], "")
+        # T5 keeps some weights in float32.
+        product = F.linear(states.to(self._weight.dtype), self._weight, self._bias).to(states.dtype)
+        return product[..., : self._columns]
+
+    def refresh(self) -> None:
+        """Take over weights that have changed in place."""
+        if self._is_copy:
+            weight, bias = self._stacked()
+            self._weight.copy_(weight)
+            if self._bias is not None and bias is not None:
+                self._bias.copy_(bias)
+
+    def _stacked(self) -> tuple[Tensor, Tensor | None]:
+        weights, biases = zip(*self._layers, strict=True)
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        bias = None if biases[0] is None else torch.cat(biases) if len(biases) > 1 else biases[0]
+        if self._spare:
+            weight, bias = F.pad(weight, (0, 0, 0, self._spare)), None if bias is None else F.pad(bias, (0, self._spare))
+        return torch.ops.mkldnn._reorder_linear_weight(weight, self._rows) if self._packed else weight, bias
+
+
+@dataclass(frozen=True)
+class Reach:
+    """Which of its source's cells each row attends to: the first `length` of them, or its own path among those."""
+
+    length: Tensor
+    """[slots], int32"""
+    longest: int
+    mask: Tensor | None
+    """For PyTorch, and None for the kernel: True or what a score gains, -inf for what is out of reach."""
+    ancestor: Tensor | None = None
+    """[slots, rows, steps]: the row that wrote each step of a row's path. Cells are ordered by step, then row."""
+    bias: Tensor | None = None
+    """[heads, distance]"""
+    position: Tensor | None = None
+    """[slots]: the step at which new cells are written."""
+
+
+def source_reach(length: Tensor, longest: int) -> Reach:
+    if by_kernel(length):
+        return Reach(length, longest, None)
+    longest = int(length.max()) if length.device.type == "cpu" else longest
+    mask = torch.arange(longest, device=length.device) < length[:, None]
+    return Reach(length, longest, mask[:, None, None])
+
+
+def own_reach(ancestor: Tensor, position: Tensor, bias: Tensor | None, steps: int) -> Reach:
+    """The path of every row up to its slot's position [slots]."""
+    rows = ancestor.shape[1]
+    length = ((position + 1) * rows).int()
+    if by_kernel(ancestor):
+        return Reach(length, steps * rows, None, ancestor, bias, position)
+    step, row = torch.arange(steps, device=length.device), torch.arange(rows, device=length.device)
+    distance = position[:, None] - step
+    mask = (ancestor[:, :, :steps, None] == row) & (distance >= 0)[:, None, :, None]
+    mask = mask.flatten(2)[:, None]
+    if bias is not None:
+        gain = bias[:, distance.clamp(min=0)].transpose(0, 1).repeat_interleave(rows, -1)
+        mask = gain[:, :, None].masked_fill(~mask, float("-inf"))
+    return Reach(length, steps * rows, mask, position=position)
+
+
+def attend(
+    query: Tensor, cells: Tensor, reach: Reach, new: Tensor | None = None, *, rows: int, heads: int, scaling: float
+) -> Tensor:
+    """Queries [slots * rows, size] over their slot's cells [slots, cells, 2 * size]: keys, then values. [slots * rows, size]
+
+    new: cells [slots * rows, 2 * size] of this step, which are written first.
+    """
+    slots = cells.shape[0]
+    if reach.mask is None:
+        from calibeam.engine import kernels
+
+        return kernels.attend(query, cells, reach.length, new, reach.ancestor, reach.bias, rows, heads, scaling)
+    if new is not None:
+        every_slot = torch.arange(slots, device=cells.device)
+        cells.unflatten(1, (-1, rows)).index_put_((every_slot, reach.position), new.view(slots, rows, -1))
+    keys, values = cells[:, : reach.longest].unflatten(-1, (2, heads, -1)).permute(2, 0, 3, 1, 4)
+    mask = reach.mask.to(query.dtype) if reach.mask.is_floating_point() else reach.mask
+    queries = query.view(slots, rows, heads, -1).transpose(1, 2)
+    attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scaling)
+    return attended.transpose(1, 2).reshape(slots * rows, -1)
+
+
+def add_norm(states: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    """states + delta, and that normalised. [rows, size] each"""
+    if by_kernel(states) and delta is not None:
+        from calibeam.engine import kernels
+
+        return kernels.add_norm(states, delta, norm)
+    states = states if delta is None else states + delta
+    return states, norm(states)
+
+
+def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """log P and ids of the best `count` tokens of every row, best first, and logsumexp of the row."""
+    vocabulary = logits.shape[-1]
+    count = min(count, vocabulary)
+    if by_kernel(logits):
+        from calibeam.engine import kernels
+
+        maxima, log_sum = kernels.chunk_maxima(logits, CHUNK)
+    else:
+        if vocabulary <= 2 * CHUNK * count:  # too small a vocabulary to gain anything
+            best, tokens = logits.topk(count)
+            log_sum = log_sum_exp(logits)
+            return best.float() - log_sum[:, None], tokens, log_sum
+        whole = vocabulary - vocabulary % CHUNK
+        maxima = logits[:, :whole].unflatten(-1, (-1, CHUNK)).amax(-1)
+        if whole < vocabulary:
+            maxima = torch.cat([maxima, logits[:, whole:].amax(-1, keepdim=True)], 1)
+        # The largest of softmax is 1 / sum of exp(x - max).
+        log_sum = maxima.amax(-1).float() - logits.softmax(-1, dtype=torch.float32).amax(-1).log()
+    chunks = maxima.topk(min(count, maxima.shape[1]), sorted=False).indices
+    tokens = (chunks[..., None] * CHUNK + torch.arange(CHUNK, device=logits.device)).flatten(1)
+    values = logits.gather(1, tokens.clamp(max=vocabulary - 1)).float().masked_fill(tokens >= vocabulary, float("-inf"))
+    best, index = values.topk(count)
+    return best - log_sum[:, None], tokens.gather(1, index), log_sum
+
+
+def log_sum_exp(logits: Tensor) -> Tensor:
+    """[rows]"""
+    if by_kernel(logits):
+        from calibeam.engine import kernels
+
+        return kernels.chunk_maxima(logits, CHUNK)[1]
+    return (logits if logits.element_size() >= 4 else logits.float()).logsumexp(-1)
+
+
+def weigh(logits: Tensor, log_sum: Tensor, factor: Tensor) -> Tensor:
+    """factor * softmax(logits), given the rows' logsumexp; in place. [rows, vocabulary]"""
+    if by_kernel(logits):
+        from calibeam.engine import kernels
+
+        return kernels.weigh(logits, log_sum, factor)
+    return logits.sub_(log_sum[:, None]).exp_().mul_(factor[:, None])
+
+
+def draw(logits: Tensor, top_p: float, uniform: Tensor) -> Tensor:
+    """One token per row from its nucleus. [rows]"""
+    if by_kernel(logits):
+        from calibeam.engine import kernels
+
+        return kernels.draw(logits, top_p, uniform)
+    probabilities = logits.float().softmax(-1)
+    highest = probabilities.topk(min(NUCLEUS_GUESS, probabilities.shape[-1])).values
+    if highest.device.type != "cpu" or bool((highest.sum(-1) < top_p).any()):
+        highest = probabilities.sort(descending=True).values
+    return draw_above(probabilities, least_of_nucleus(highest, top_p), uniform)

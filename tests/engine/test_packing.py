@@ -1,0 +1,213 @@
+"""The tree against the plain way: the encoder's output once per sequence, Hugging Face's forward pass, full logits."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from calibeam import seq2seq
+from calibeam.engine import packing
+from calibeam.engine.packing import Forced, plant
+from calibeam.paper import likelihood
+from calibeam.paper.calibration import CALIBRATION_LOSSES
+from calibeam.paper.regularization import REGULARIZERS
+from calibeam.paper.similarity import span_similarity
+from conftest import FAMILIES, tiny_model
+
+VOCABULARY, PAD, EOS, START = 23, 0, 1, 0
+SOURCES, SEQUENCES, LENGTH = 3, 6, 9
+
+
+def sources() -> tuple[Tensor, Tensor]:
+    mask = torch.arange(8) < torch.tensor([8, 3, 5])[:, None]
+    ids = torch.randint(2, VOCABULARY, mask.shape, generator=torch.Generator().manual_seed(0))
+    return ids.masked_fill(~mask, PAD), mask
+
+
+def sequences(shared: bool, seed: int = 0, count: int = SEQUENCES) -> tuple[Tensor, Tensor]:
+    """Of a source: ragged ones that begin alike, as beams do; or ones of a length that have nothing in common."""
+    rng = random.Random(seed)  # noqa: S311
+    rows = []
+    for _ in range(SOURCES):
+        stem = [rng.randrange(2, VOCABULARY) for _ in range(LENGTH)]
+        for number in range(count):
+            begin = rng.randrange(3, LENGTH - 1) if shared else 0
+            rest = rng.randrange(1, LENGTH - begin + 1) if number and shared else LENGTH - begin
+            rows.append([*stem[:begin], *(rng.randrange(2, VOCABULARY) for _ in range(rest - 1)), EOS])
+    ids, mask = seq2seq.pad_rows(rows, PAD)
+    return ids.view(SOURCES, count, -1), mask.view(SOURCES, count, -1)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_tree_holds_every_prefix_once(shared: bool) -> None:
+    ids, mask = sequences(shared)
+    tree = plant(ids, mask, START, size=32)
+    assert (tree.reach is not None) == shared
+    if not shared:
+        return
+    for source in range(SOURCES):
+        rows = [[START, *row[keep].tolist()] for row, keep in zip(ids[source], mask[source], strict=True)]
+        prefixes = {tuple(row[: end + 1]) for row in rows for end in range(len(row) - 1)}
+        assert tree.exists[source].sum() == len(prefixes)
+        for number, row in enumerate(rows):
+            for step in range(len(row) - 1):
+                node = int(tree.place[source, number, step])
+                seen = tree.reach[source, node].nonzero()[:, 0]
+                path = sorted(seen.tolist(), key=lambda node: int(tree.depth[source, node]))
+                assert [int(tree.tokens[source, node]) for node in path] == row[: step + 1]
+                assert [int(tree.depth[source, node]) for node in path] == list(range(step + 1))
+
+
+def plain(model: Any, ids: Tensor, mask: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits and states, one sequence at a time."""
+    logits, states = [], []
+    for source in range(len(ids)):
+        encoded = seq2seq.encode(model, ids[source : source + 1], mask[source : source + 1])
+        for row in tokens[source]:
+            arguments = (model, encoded, mask[source : source + 1], row[None, None])
+            logits.append(seq2seq.force(*arguments)[0, 0])
+            states.append(seq2seq.force_states(*arguments)[0, 0])
+    shape = (*tokens.shape, -1)
+    return torch.stack(logits).view(shape), torch.stack(states).view(shape)
+
+
+def wide_model(family: str, dtype: torch.dtype, seed: int = 0) -> Any:
+    """T5's norm computes in float32 whatever it is given; here it computes in what it is given."""
+    model = tiny_model(family, seed, VOCABULARY).to(dtype)
+    for module in model.modules():
+        if hasattr(module, "variance_epsilon"):
+            module.forward = partial(_scale_norm, module)
+    return model
+
+
+def _scale_norm(module: Any, states: Tensor) -> Tensor:
+    return module.weight * states * (states.pow(2).mean(-1, keepdim=True) + module.variance_epsilon).rsqrt()
+
+
+def gradients(model: Any, loss: Callable[[], Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    model.zero_grad()
+    value = loss()
+    value.backward()
+    return value.detach(), {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+
+
+def assert_equal(model: Any, ours: Callable[[], Tensor], theirs: Callable[[], Tensor], tolerance: float) -> None:
+    value, grads = gradients(model, ours)
+    expected, expected_grads = gradients(model, theirs)
+    assert torch.allclose(value, expected, rtol=tolerance, atol=tolerance)
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in grads.items():
+        assert torch.allclose(grad, expected_grads[name], rtol=tolerance, atol=tolerance), name
+
+
+PRECISIONS = [(torch.float64, 1e-9), (torch.float32, 2e-3)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shared", [True, False], ids=["tree", "plain"])
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS, ids=["float64", "float32"])
+@pytest.mark.parametrize("loss", CALIBRATION_LOSSES)
+def test_losses_and_every_gradient(
+    family: str, shared: bool, dtype: torch.dtype, tolerance: float, loss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all losses, with chunks of 7 tokens, a candidate that does not exist, and every parameter's gradient."""
+    monkeypatch.setattr(packing, "CHUNK", 7)
+    model, (ids, mask), (tokens, kept) = wide_model(family, dtype), sources(), sequences(shared)
+    similarity = torch.rand(SOURCES, SEQUENCES, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    exists = torch.arange(SEQUENCES) < torch.tensor([6, 5, 6])[:, None]
+
+    def ours() -> Tensor:
+        log_p = Forced(model, seq2seq.encode(model, ids, mask), mask, tokens, kept).log_p()
+        return CALIBRATION_LOSSES[loss](log_p, similarity, exists, 0.7).sum()
+
+    def theirs() -> Tensor:
+        log_p = likelihood.sequence_log_p(likelihood.token_log_p(plain(model, ids, mask, tokens)[0], tokens), kept)
+        return CALIBRATION_LOSSES[loss](log_p, similarity, exists, 0.7).sum()
+
+    assert_equal(model, ours, theirs, tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("name", REGULARIZERS)
+@pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS, ids=["float64", "float32"])
+def test_regularizers_and_every_gradient(
+    family: str, name: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "CHUNK", 10)
+    model, reference = (wide_model(family, dtype, seed) for seed in (0, 5))
+    (ids, mask), (tokens, kept) = sources(), sequences(False, count=1)
+
+    def ours() -> Tensor:
+        with torch.no_grad():
+            theirs = Forced(reference, seq2seq.encode(reference, ids, mask), mask, tokens, kept)
+        forced = Forced(model, seq2seq.encode(model, ids, mask), mask, tokens, kept)
+        return forced.regularization(REGULARIZERS[name], theirs).sum()
+
+    def plainly() -> Tensor:
+        with torch.no_grad():
+            theirs = plain(reference, ids, mask, tokens)[0][:, 0]
+        logits = plain(model, ids, mask, tokens)[0][:, 0]
+        return REGULARIZERS[name](logits, theirs, tokens[:, 0], kept[:, 0]).sum()
+
+    if name == "none":
+        assert ours().item() == plainly().item() == 0.0
+    else:
+        assert_equal(model, ours, plainly, tolerance)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shared", [True, False], ids=["tree", "plain"])
+def test_states_and_similarity(family: str, shared: bool) -> None:
+    model, (ids, mask) = wide_model(family, torch.float64), sources()
+    (tokens, kept), (target, target_kept) = sequences(shared), sequences(False, seed=1, count=1)
+    with torch.no_grad():
+        encoded = seq2seq.encode(model, ids, mask)
+        states, target_states = (Forced(model, encoded, mask, *each).states() for each in ((tokens, kept), (target, target_kept)))
+        expected, expected_target = plain(model, ids, mask, tokens)[1], plain(model, ids, mask, target)[1]
+    assert torch.allclose(states[kept], expected[kept], atol=1e-9)
+    found = span_similarity(states, target_states, kept, target_kept)
+    assert torch.allclose(found, span_similarity(expected, expected_target, kept, target_kept), atol=1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_order_and_any_padding(family: str) -> None:
+    model, (ids, mask), (tokens, kept) = wide_model(family, torch.float64), sources(), sequences(True)
+    with torch.no_grad():
+        encoded = seq2seq.encode(model, ids, mask)
+        log_p = Forced(model, encoded, mask, tokens, kept).log_p()
+        order = torch.randperm(SEQUENCES, generator=torch.Generator().manual_seed(3))
+        shuffled = Forced(model, encoded, mask, tokens[:, order], kept[:, order]).log_p()
+        longer, longer_kept = (torch.nn.functional.pad(each, (0, 4)) for each in (tokens, kept))
+        padded = Forced(model, encoded, mask, longer.masked_fill(~longer_kept, 9), longer_kept).log_p()
+    assert torch.allclose(shuffled, log_p[:, order], atol=1e-9)
+    assert torch.allclose(padded, log_p, atol=1e-9)
+
+
+def test_logits_of_more_than_a_chunk_are_never_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No tensor as large as tokens x vocabulary is made, forward or backward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    monkeypatch.setattr(packing, "CHUNK", 8)
+    vocabulary = 997
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal largest
+            result = function(*args, **(kwargs or {}))
+            for each in result if isinstance(result, tuple | list) else [result]:
+                if isinstance(each, Tensor) and each.dim() > 1 and each.shape[-1] == vocabulary:
+                    largest = max(largest, each.numel() // vocabulary)
+            return result
+
+    model, (ids, mask), (tokens, kept) = tiny_model("pegasus", vocabulary=vocabulary), sources(), sequences(True)
+    with Watch():
+        forced = Forced(model, seq2seq.encode(model, ids, mask), mask, tokens, kept)
+        (forced.log_p().sum() + forced.regularization(REGULARIZERS["cross_entropy"], None).sum()).backward()
+    assert 0 < largest <= 32  # 8, or the transposed head of size 32, or the 9 tokens of one target
