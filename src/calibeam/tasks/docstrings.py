@@ -18,9 +18,12 @@ from __future__ import annotations
 import ast
 import copy
 import hashlib
+import itertools
 import re
 import sysconfig
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -29,6 +32,7 @@ from calibeam.records import CalibeamError, Example
 STDLIB = "stdlib"
 SKIPPED_FOLDERS = frozenset({"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "__pycache__", "_vendor"})
 LONGEST_SOURCE = 1200
+FILES_AT_ONCE = 32  # read by one process
 SPLITS = {"test": range(6), "validation": range(6, 12), "train": range(12, 100)}
 FRESH = {"test": range(20), "validation": range(20, 30), "train": range(30, 100)}
 
@@ -59,23 +63,31 @@ def load(packages: Sequence[str], fresh: bool = False) -> dict[str, list[Example
 def pairs(package: str) -> Iterator[tuple[str, str, str]]:
     """(qualified name, code, first line of the docstring) of everything in a package that has all three."""
     root = _root(package)
-    for file in sorted(root.rglob("*.py")):
-        parts = file.relative_to(root).parts
-        if SKIPPED_FOLDERS & set(parts[:-1]) or parts[-1].startswith("test_"):
-            continue
-        try:
-            tree = ast.parse(file.read_text(encoding="utf-8"))
-        except (OSError, SyntaxError, RecursionError, ValueError):
-            continue
-        module = ".".join([package, *parts[:-1], parts[-1].removesuffix(".py")])
-        found = [(name, node, _first_line(ast.get_docstring(node))) for name, node in _definitions(tree, module)]
-        for _, node, _ in found:  # all of them before any is written: a class must not give away its methods' lines
-            if ast.get_docstring(node) is not None:
-                node.body = node.body[1:]
-        for name, node, line in found:
-            code = _code(node) if line and node.body else None
-            if line and code:
-                yield name, code, line
+    files = [file for file in sorted(root.rglob("*.py")) if not _is_skipped(file.relative_to(root).parts)]
+    read = partial(_pairs_of_file, package, root)
+    if len(files) <= FILES_AT_ONCE:
+        yield from itertools.chain.from_iterable(map(read, files))
+        return
+    with ProcessPoolExecutor() as pool:
+        yield from itertools.chain.from_iterable(pool.map(read, files, chunksize=FILES_AT_ONCE))
+
+
+def _is_skipped(parts: tuple[str, ...]) -> bool:
+    return bool(SKIPPED_FOLDERS & set(parts[:-1])) or parts[-1].startswith("test_")
+
+
+def _pairs_of_file(package: str, root: Path, file: Path) -> list[tuple[str, str, str]]:
+    try:
+        tree = ast.parse(file.read_text(encoding="utf-8"))
+    except (OSError, SyntaxError, RecursionError, ValueError):
+        return []
+    module = ".".join([package, *file.relative_to(root).with_suffix("").parts])
+    found = [(name, node, _first_line(ast.get_docstring(node))) for name, node in _definitions(tree, module)]
+    for _, node, _ in found:  # all of them before any is written: a class must not give away its methods' lines
+        if ast.get_docstring(node) is not None:
+            node.body = node.body[1:]
+    lines = [(name, _code(node), line) for name, node, line in found if line and node.body]
+    return [(name, code, line) for name, code, line in lines if code]
 
 
 def split_of(name: str) -> str:
