@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from calibeam import display, store
 
 EXTRAS = {
+    "datasets": "prepare reads splits of Hub datasets (hub:NAME:SPLIT)",
     "sentencepiece": "tokenizers of older T5 and PEGASUS checkpoints, where there is no tokenizer.json",
 }
 

@@ -394,3 +394,43 @@ def test_a_second_run_changes_nothing_and_a_changed_file_is_noticed(tmp_path: Pa
     with pytest.raises(CalibeamError, match=r"inputs\.train: '.*' there, '.*' now"):
         prepare.run(config)
     assert len(store.read(prepare.run(config, force=True), "prepare").examples("train")) == 2
+
+
+# Datasets of the Hub, of which a local folder is one
+
+
+def test_splits_of_a_dataset_are_read_as_files_are(tmp_path: Path) -> None:
+    folder = tmp_path / "dataset"
+    folder.mkdir()
+    jsonl(folder / "train.jsonl", rows(5))
+    jsonl(folder / "validation.jsonl", rows(4, 10))
+    places = {split: f"hub:{folder}:{split}" for split in ("train", "validation")}
+    config = prepare.Config(output=str(tmp_path / "out"), **places)
+    data = store.read(prepare.run(config), "prepare")
+    assert data.examples("train") == examples(rows(5))
+    assert len(data.examples("validation")) + len(data.examples("test")) == 4
+    jsonl(folder / "train.jsonl", rows(3))
+    with pytest.raises(CalibeamError, match=r"inputs\.train: '.*' there, '.*' now"):
+        prepare.run(config)
+
+
+@pytest.mark.parametrize(
+    ("place", "message"),
+    [
+        ("hub:no-split", "is not of the form hub:NAME:SPLIT"),
+        ("hub::train", "is not of the form hub:NAME:SPLIT"),
+        ("hub:nobody/nothing:train", "hub:nobody/nothing:train cannot be loaded"),
+    ],
+)
+def test_a_dataset_that_cannot_be_loaded_is_named(place: str, message: str, tmp_path: Path) -> None:
+    validation = str(jsonl(tmp_path / "v.jsonl", rows(4)))
+    with pytest.raises(CalibeamError, match=message):
+        prepare.run(prepare.Config(output=str(tmp_path / "out"), train=place, validation=validation))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_row_of_a_dataset_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    jsonl(tmp_path / "train.jsonl", [*rows(2), {"source": "a", "target": ""}])
+    place = f"hub:{tmp_path}:train"
+    with pytest.raises(CalibeamError, match=r"hub:.*:train has 1 rows that cannot be used:\n  row 3: field 'target' is empty"):
+        prepare.run(prepare.Config(output=str(tmp_path / "out"), train=place, validation=place))

@@ -166,7 +166,7 @@ def stream(
     try:
         while queue:
             bench, anatomy = None, _anatomy(model)
-            slots = min(slots or _fitting_slots(task, anatomy, source_length), left)
+            slots = max(1, min(slots or _fitting_slots(task, anatomy, source_length), left))
             try:
                 bench = _bench(task, anatomy, source_length, slots)
                 for found in bench.work(model, queue, batch, noise):

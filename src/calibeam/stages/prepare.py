@@ -1,6 +1,7 @@
 """Read rows of source and target, check every one, and write the splits.
 
-Reads:   JSONL, CSV, TSV or Parquet files (JSONL and CSV also as .gz or .xz), or a task by name
+Reads:   JSONL, CSV, TSV or Parquet files (JSONL and CSV also as .gz or .xz), splits of Hub datasets
+         (hub:NAME:SPLIT or hub:NAME@REVISION:SPLIT, with the extra calibeam[datasets]), or a task by name
 Writes:  train.parquet, validation.parquet and test.parquet with id, source and targets
 Example: calibeam prepare output=out/data train=train.jsonl validation=val.jsonl source_column=article
 """
@@ -27,6 +28,7 @@ from calibeam.records import CalibeamError, Example
 from calibeam.tasks import TASKS
 
 SPLITS = ("train", "validation", "test")
+HUB = "hub:"
 LONGEST_FIELD = 1_000_000
 SHOWN = 5
 
@@ -37,7 +39,7 @@ class Complaint(str):
 
 @dataclass(frozen=True, kw_only=True)
 class Config(StageConfig):
-    train: str = option("", "file of training rows", identity=False)
+    train: str = option("", "file of training rows, or hub:NAME:SPLIT", identity=False)
     validation: str = option("", "file of validation rows", identity=False)
     test: str = option("", "file of test rows; without one, half of the validation rows are set aside", identity=False)
     task: str = option("", "a dataset known by name, instead of files", choices=lambda: ("", *TASKS))
@@ -58,13 +60,13 @@ class Config(StageConfig):
 
 
 def run(config: Config, *, force: bool = False) -> Path:
-    files = {split: Path(name) for split in SPLITS if (name := getattr(config, split))}
+    files = {split: name for split in SPLITS if (name := getattr(config, split))}
     if bool(config.task) == bool(files):
         raise CalibeamError("prepare needs either a task or files: train, validation and, if there is one, test")
     for split in ("train", "validation"):
         if files and split not in files:
             raise CalibeamError(f"prepare needs a {split} file")
-    inputs = {split: _as_input(path) for split, path in files.items()}
+    inputs = {split: _as_input(place) for split, place in files.items()}
     output = store.Output("prepare", config, inputs, force=force)
     if output.done:
         return output.path
@@ -72,7 +74,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         if config.task:
             splits = TASKS[config.task](config.packages, config.fresh)
         else:
-            splits = {split: _read_split(split, path, config, output) for split, path in files.items()}
+            splits = {split: _read_split(split, place, config, output) for split, place in files.items()}
             if "test" not in splits:
                 splits["validation"], splits["test"] = _halves(splits["validation"])
                 output.notes.append("no test file: half of the validation rows, by a hash of their id, became the test split")
@@ -89,20 +91,26 @@ def run(config: Config, *, force: bool = False) -> Path:
     return output.path
 
 
-def _as_input(path: Path) -> store.Folder:
-    if not path.is_file():
-        raise CalibeamError(f"no file at {path}")
-    with path.open("rb") as stream:
-        return store.Folder(path, hashlib.file_digest(stream, "sha256").hexdigest(), {})
+def _as_input(place: str) -> store.Folder:
+    if place.startswith(HUB):
+        digest = hashlib.sha256()
+        for row in _hub(place):
+            digest.update(json.dumps(row, default=str).encode())
+        return store.Folder(Path(place), digest.hexdigest(), {})
+    if not Path(place).is_file():
+        raise CalibeamError(f"no file at {place}")
+    with Path(place).open("rb") as stream:
+        return store.Folder(Path(place), hashlib.file_digest(stream, "sha256").hexdigest(), {})
 
 
-def _read_split(split: str, path: Path, config: Config, output: store.Output) -> list[Example]:
+def _read_split(split: str, place: str, config: Config, output: store.Output) -> list[Example]:
     """The usable rows of a file; what is wrong with the others is an error or a count, as the recipe says."""
-    reader = _reader(path)
+    path = Path(place)
+    every_row = _hub(place) if place.startswith(HUB) else _reader(path)(path)
     rows: list[Example] = []
     problems: list[tuple[int, str]] = []
     seen: dict[str, int] = {}
-    for number, row in enumerate(reader(path), start=1):
+    for number, row in enumerate(every_row, start=1):
         example, problem = _example(row, number, config)
         if example is not None and example.id in seen:
             problem = f"field {config.id_column!r} repeats the id {example.id!r} of row {seen[example.id]}"
@@ -116,7 +124,7 @@ def _read_split(split: str, path: Path, config: Config, output: store.Output) ->
         more = f"\n  and {len(problems) - SHOWN:,} more" if len(problems) > SHOWN else ""
         message = f"has {len(problems):,} rows that cannot be used:\n  {listed}{more}"
         if config.bad_rows == "error":
-            raise CalibeamError(f"{path} {message}\nMend them, or pass bad_rows=skip to leave them out")
+            raise CalibeamError(f"{place} {message}\nMend them, or pass bad_rows=skip to leave them out")
         output.notes.append(f"skipped: {path.name} {message}")
         output.counts[f"{split}_skipped"] = len(problems)
     return rows
@@ -228,6 +236,22 @@ def _parquet(path: Path) -> Iterator[Any]:
                 yield from batch.to_pylist()
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise CalibeamError(f"{path} cannot be read: {error}") from error
+
+
+def _hub(place: str) -> Iterator[Any]:
+    """The rows of a dataset's split, from the Hugging Face Hub or a local folder. No loading script is ever run."""
+    name, _, split = place.removeprefix(HUB).rpartition(":")
+    name, _, revision = name.partition("@")
+    if not name or not split:
+        raise CalibeamError(f"{place} is not of the form {HUB}NAME:SPLIT or {HUB}NAME@REVISION:SPLIT")
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise CalibeamError(f"{place} needs the datasets package: pip install 'calibeam[datasets]'") from None
+    try:
+        yield from load_dataset(name, split=split, revision=revision or None)
+    except Exception as error:
+        raise CalibeamError(f"{place} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
 
 
 def _by_hash(example: Example) -> bytes:

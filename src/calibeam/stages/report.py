@@ -138,6 +138,7 @@ def _samples(comparison: dict[str, Any], before: store.Folder, after: store.Fold
     """The largest gains, the largest losses and some in between, for the last setting both have."""
     setting = comparison["rows"][-1]["setting"]
     data = store.read(before.manifest["input_places"]["data"], "prepare")
+    before.must_come_from(data=data)  # its place is a path, and may hold another run's by now
     examples = {example.id: example for example in data.examples(comparison["split"])}
     left, right = (
         {row["id"]: row for row in folder.rows("outputs", OUTPUTS) if row["setting"] == setting} for folder in (before, after)
