@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import time
+
 import pytest
 from rich.text import Text
 
@@ -61,3 +64,11 @@ def test_track_gives_every_batch_and_counts_what_is_in_them(capsys: pytest.Captu
     out = capsys.readouterr().out
     assert "[x] work" in out
     assert "3/3" in out
+
+
+def test_a_bar_says_how_much_is_done_in_a_second(capsys: pytest.CaptureFixture[str]) -> None:
+    with display.Bar("work", 30) as bar:
+        for _ in range(3):
+            time.sleep(0.05)
+            bar.advance(10)
+    assert re.search(r"30/30 .* \d{2,3}/s", capsys.readouterr().out)

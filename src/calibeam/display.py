@@ -9,8 +9,18 @@ from typing import TypeVar
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
+from rich.text import Text
 
 T = TypeVar("T")
 console = Console(emoji=False)
@@ -30,6 +40,14 @@ def complain(text: str) -> None:
     errors.print(f"[bold red]error:[/] {clean(text)}", highlight=False, soft_wrap=True)
 
 
+class Speed(ProgressColumn):
+    """Done per second."""
+
+    def render(self, task: Task) -> Text:
+        speed = task.finished_speed or task.speed
+        return Text(f"{speed:.3g}/s" if speed else "")
+
+
 class Bar:
     """A progress bar: examples or steps done, speed, time left, and the figures that matter."""
 
@@ -41,6 +59,7 @@ class Bar:
             TimeElapsedColumn(),
             TextColumn("left"),
             TimeRemainingColumn(),
+            Speed(),
             TextColumn("{task.fields[figures]}"),
             console=console,
         )
