@@ -71,12 +71,8 @@ class Anatomy:
     def logits(self, states: Tensor) -> Tensor:
         """[..., size] -> [..., vocabulary]"""
         states = states if self.head_scale == 1.0 else states * self.head_scale
-        weight, bias, vocabulary = self.head_weight, self.head_bias, len(self.head_weight)
-        if weight.is_cuda and vocabulary % ALIGNMENT:
-            spare = -vocabulary % ALIGNMENT
-            weight = nn.functional.pad(weight, (0, 0, 0, spare))
-            bias = None if bias is None else nn.functional.pad(bias, (0, spare))
-        return nn.functional.linear(states, weight, bias)[..., :vocabulary]
+        logits = nn.functional.linear(states, *aligned(self.head_weight, self.head_bias))
+        return logits[..., : len(self.head_weight)]
 
     def run(self, states: Tensor, parts: Iterable[Part], add_norm: AddNorm) -> Tensor:
         """From embeddings to the states that the head reads, through the parts of all blocks, each with its norm."""
@@ -90,6 +86,14 @@ class Anatomy:
             delta = part(inner)
         assert self.final_norm is not None
         return add_norm(states, delta, self.final_norm)[1]
+
+
+def aligned(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """A layer's weights, on a GPU with as many rows as its products want; the rows beyond give 0."""
+    spare = -len(weight) % ALIGNMENT if weight.is_cuda else 0
+    if not spare:
+        return weight, bias
+    return nn.functional.pad(weight, (0, 0, 0, spare)), None if bias is None else nn.functional.pad(bias, (0, spare))
 
 
 def anatomy(model: Any, dtype: torch.dtype | None = None) -> Anatomy | None:

@@ -250,9 +250,13 @@ def force_states(model: Any, source_states: Tensor, attention_mask: Tensor, toke
 
 
 def _decoder_input(model: Any, token_ids: Tensor) -> Tensor:
-    """The start token, then every token but the last. [batch * sequences, length]"""
-    start = token_ids.new_full((*token_ids.shape[:2], 1), special_ids(model).start)
-    return torch.cat([start, token_ids[..., :-1]], -1).flatten(0, 1)
+    """[batch * sequences, length]"""
+    return shifted(token_ids, special_ids(model).start).flatten(0, 1)
+
+
+def shifted(token_ids: Tensor, start: int) -> Tensor:
+    """What a decoder reads to write token_ids: the start token, then every token but the last. [..., length]"""
+    return torch.cat([token_ids.new_full((*token_ids.shape[:-1], 1), start), token_ids[..., :-1]], -1)
 
 
 class Stepper:

@@ -205,10 +205,6 @@ class Output:
         _sync(partial)
         os.replace(partial, self.folder / f"{name}.parquet")
 
-    def table(self, name: str, schema: pa.Schema) -> list[dict[str, Any]]:
-        """What was written."""
-        return pq.read_table(self.folder / f"{name}.parquet", schema=schema, page_checksum_verification=True).to_pylist()
-
     def drop(self, names: Iterable[str]) -> None:
         """Remove tables that an interrupted run wrote and this one does not want."""
         for name in names:
@@ -218,12 +214,14 @@ class Output:
         """The tables written so far, by this run or one that was interrupted."""
         return sorted(file.stem for file in self.folder.glob("*.parquet"))
 
-    def written(self, name: str, ids: list[str], schema: pa.Schema) -> bool:
-        """Whether an interrupted run already wrote this table, whole and with these rows."""
+    def written(self, name: str, ids: list[str], schema: pa.Schema) -> list[dict[str, Any]] | None:
+        """The rows of a table that an interrupted run wrote, if it is whole and has these ids."""
+        file = self.folder / f"{name}.parquet"
         try:
-            return name in self.tables() and [row["id"] for row in self.table(name, schema)] == ids
+            rows = pq.read_table(file, schema=schema, page_checksum_verification=True).to_pylist()
         except (pa.ArrowException, OSError):
-            return False
+            return None
+        return rows if [row["id"] for row in rows] == ids else None
 
     def write_json(self, name: str, value: Any) -> None:
         (self.folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")

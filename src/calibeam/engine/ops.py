@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from calibeam.families import ALIGNMENT
+from calibeam.families import aligned
 from calibeam.paper.decoding import draw_above, least_of_nucleus
+from calibeam.paper.likelihood import wide
 
 CHUNK = 64  # of the vocabulary: the best K tokens of a row lie in the K chunks with the best maxima
 NUCLEUS_GUESS = 512  # tokens among which a nucleus is looked for before the whole vocabulary is sorted
@@ -35,9 +36,8 @@ class Product:
         weight = layers[0][0]
         self._columns = sum(len(weight) for weight, _ in layers)
         self._packed = weight.device.type == "cpu" and weight.dtype == torch.float32 and torch.backends.mkldnn.is_available()
-        self._spare = -self._columns % ALIGNMENT if weight.is_cuda else 0
-        self._is_copy = len(layers) > 1 or self._packed or self._spare > 0
         self._weight, self._bias = self._stacked()
+        self._is_copy = self._weight is not weight
 
     def __call__(self, states: Tensor) -> Tensor:
         """[rows, in] -> [rows, out]"""
@@ -60,8 +60,7 @@ class Product:
         weights, biases = zip(*self._layers, strict=True)
         weight = torch.cat(weights) if len(weights) > 1 else weights[0]
         bias = None if biases[0] is None else torch.cat(biases) if len(biases) > 1 else biases[0]
-        if self._spare:
-            weight, bias = F.pad(weight, (0, 0, 0, self._spare)), None if bias is None else F.pad(bias, (0, self._spare))
+        weight, bias = aligned(weight, bias)
         return torch.ops.mkldnn._reorder_linear_weight(weight, self._rows) if self._packed else weight, bias
 
 
@@ -170,7 +169,7 @@ def log_sum_exp(logits: Tensor) -> Tensor:
         from calibeam.engine import kernels
 
         return kernels.chunk_maxima(logits, CHUNK)[1]
-    return (logits if logits.element_size() >= 4 else logits.float()).logsumexp(-1)
+    return wide(logits).logsumexp(-1)
 
 
 def weigh(logits: Tensor, log_sum: Tensor, factor: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def plant(token_ids: Tensor, mask: Tensor, start: int, size: int) -> Tree:
     size: of the model's states, which decides what attention over many nodes costs beside the rest.
     """
     batch, sequences, length = token_ids.shape
-    shifted = torch.cat([token_ids.new_full((batch, sequences, 1), start), token_ids[..., :-1]], -1)
+    shifted = seq2seq.shifted(token_ids, start)
     # A prefix of several sequences belongs to the first of them: owner [batch, sequences, length].
     same = (shifted[:, :, None] == shifted[:, None]) & mask[:, :, None] & mask[:, None]
     owner = (same.cumsum(-1) == torch.arange(1, length + 1, device=mask.device)).int().argmax(2)
@@ -156,8 +156,8 @@ class Forced:
         )
         every_log_sum = log_sum.new_zeros(exists.shape).masked_scatter(exists, log_sum)
         # The logit of each token: the scalar product of the state that predicts it with the token's own weights.
-        states = _wide(self.states()) * head.head_scale
-        logit = (states * _wide(F.embedding(self._token_ids, head.head_weight))).sum(-1)
+        states = likelihood.wide(self.states()) * head.head_scale
+        logit = (states * likelihood.wide(F.embedding(self._token_ids, head.head_weight))).sum(-1)
         if head.head_bias is not None:
             logit = logit + head.head_bias[self._token_ids]
         log_p = logit - every_log_sum.gather(1, tree.place.flatten(1)).view_as(logit)
@@ -194,7 +194,7 @@ class LogSum(torch.autograd.Function):
         autocast = torch.is_autocast_enabled(states.device.type)
         ctx.dtype = torch.get_autocast_dtype(states.device.type) if autocast else states.dtype
         with torch.autocast(states.device.type, enabled=False):
-            head = _aligned(weight, bias, ctx.dtype)
+            head = families.aligned(weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype))
             chunks = states.to(ctx.dtype).split(CHUNK)
             log_sum = torch.cat([ops.log_sum_exp(F.linear(part, *head)[:, : len(weight)]) for part in chunks])
         ctx.save_for_backward(states, weight, bias, log_sum)
@@ -204,7 +204,7 @@ class LogSum(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         (gradient,), (states, weight, bias, log_sum) = gradients, ctx.saved_tensors
         with torch.autocast(states.device.type, enabled=False):
-            head = _aligned(weight, bias, ctx.dtype)
+            head = families.aligned(weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype))
             of_states, of_weight = torch.empty_like(states, dtype=ctx.dtype), torch.zeros_like(head[0])
             of_bias = torch.zeros(len(head[0]), dtype=log_sum.dtype, device=weight.device)
             parts = (states.to(ctx.dtype), log_sum, gradient, of_states)
@@ -219,18 +219,7 @@ class LogSum(torch.autograd.Function):
         return of_states.to(states.dtype), of_weight.to(weight.dtype), of_bias.to(bias.dtype) if ctx.needs_input_grad[2] else None
 
 
-def _aligned(weight: Tensor, bias: Tensor | None, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """The head, with as many rows as a GPU's products want."""
-    spare = -len(weight) % families.ALIGNMENT if weight.is_cuda else 0
-    return F.pad(weight.to(dtype), (0, 0, 0, spare)), None if bias is None else F.pad(bias.to(dtype), (0, spare))
-
-
 def _checkpointed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
     if not torch.is_grad_enabled():
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-
-
-def _wide(values: Tensor) -> Tensor:
-    """In float32 or better."""
-    return values if values.element_size() >= 4 else values.float()

@@ -67,15 +67,16 @@ def decode(
         model, method=method, num_candidates=num_candidates, max_new_tokens=max_new_tokens, min_new_tokens=min_new_tokens,
         length_alpha=length_alpha, groups=groups, diversity=diversity, top_p=top_p,
     )  # fmt: skip
-    count, generators = len(input_ids), list(generator) if isinstance(generator, Sequence) else generator
-    if isinstance(generators, list) and len(generators) != count:
+    count = len(input_ids)
+    generators = list(generator) if isinstance(generator, Sequence) else [generator] * count
+    if len(generators) != count:
         raise ValueError(f"{len(generators)} generators for {count} sources")
 
     def batch(sources: Sequence[int]) -> tuple[Tensor, Tensor]:
         index = torch.tensor(sources, device=input_ids.device)
         return input_ids[index], attention_mask[index]
 
-    noise = {} if task.search.top_p is None else task.uniform_of([*range(count)], generators, input_ids.device)
+    noise = [] if task.search.top_p is None else [task.uniform(each, input_ids.device) for each in generators]
     found = {
         number: (tokens, log_p)
         for number, tokens, log_p in stream(task, range(count), count, input_ids.shape[1], batch, noise.__getitem__)
@@ -133,13 +134,10 @@ class Task:
     def identity(self) -> tuple[Any, ...]:
         return (self.search, self.ids, self.max_new_tokens, self.min_new_tokens, self.length_alpha)
 
-    def uniform_of(self, sources: Sequence[int], generators: Any, device: torch.device) -> dict[int, Tensor]:
-        """The random numbers of samples, drawn source by source. [samples, steps] each"""
-        each = generators if isinstance(generators, list) else [generators] * len(sources)
-        return {
-            source: torch.rand(self.search.width, self.max_new_tokens, generator=g, device=g.device if g else device)
-            for source, g in zip(sources, each, strict=True)
-        }
+    def uniform(self, generator: torch.Generator | None, device: torch.device | None = None) -> Tensor:
+        """The random numbers of a source's samples. [samples, steps]"""
+        device = generator.device if generator else device
+        return torch.rand(self.search.width, self.max_new_tokens, generator=generator, device=device)
 
 
 @torch.no_grad()
@@ -239,7 +237,8 @@ def _bench(task: Task, anatomy: families.Anatomy | None, source_length: int, slo
         _benches.pop(model, None)
         del bench
         bench = _benches[model] = _Bench(task, anatomy, slots, source_length, key)
-    bench.refresh()
+    else:
+        bench.refresh()
     return bench
 
 

@@ -9,9 +9,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def wide(values: Tensor) -> Tensor:
+    """In float32 or better."""
+    return values if values.element_size() >= 4 else values.float()
+
+
 def log_probabilities(logits: Tensor) -> Tensor:
     """log P(. | y^0 ... y^{t-1}, x) over the vocabulary, in float32 or better. [..., vocabulary]"""
-    return (logits if logits.element_size() >= 4 else logits.float()).log_softmax(-1)
+    return wide(logits).log_softmax(-1)
 
 
 def token_log_p(logits: Tensor, token_ids: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from calibeam.paper.likelihood import wide
 from calibeam.paper.metrics import rouge
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ SIMILARITIES: dict[str, Callable[[Outputs, Outputs], Tensor]] = {
 
 
 def _unit(vectors: Tensor) -> Tensor:
-    vectors = vectors if vectors.element_size() >= 4 else vectors.float()
+    vectors = wide(vectors)
     return vectors / vectors.norm(dim=-1, keepdim=True).clamp(min=1e-12)
 
 

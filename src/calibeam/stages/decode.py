@@ -101,8 +101,9 @@ class Shards:
             tokens, cut = self._tuned.encode_sources([example.source for example in some], self._max_source_length)
             self.counts["sources"] += len(some)
             self.counts["sources_cut"] += cut
-            if self._output.written(self._name(shard), [example.id for example in some], store.CANDIDATES):
-                self._count(self._output.table(self._name(shard), store.CANDIDATES))
+            written = self._output.written(self._name(shard), [example.id for example in some], store.CANDIDATES)
+            if written is not None:
+                self._count(written)
                 bar.advance(len(some))
                 continue
             first = shard * self.SIZE
@@ -210,8 +211,7 @@ def decode_stream(
             yield number
 
     def noise(number: int) -> Tensor:
-        generator = torch.Generator().manual_seed(_seed_of(seed, under_way[number][0]))
-        return torch.rand(task.search.width, task.max_new_tokens, generator=generator)
+        return task.uniform(torch.Generator().manual_seed(_seed_of(seed, under_way[number][0])))
 
     def batch(some: Sequence[int]) -> tuple[Tensor, Tensor]:
         return tuned.batch([under_way[number][1] for number in some])
