@@ -22,6 +22,7 @@ from decode import PEAK_FLOPS, Rows, profile, random_pegasus, timed
 from torch import Tensor
 
 from calibeam import seq2seq
+from calibeam.engine.packing import Source
 from calibeam.paper.calibration import CALIBRATION_LOSSES
 from calibeam.paper.likelihood import sequence_log_p, token_log_p
 from calibeam.paper.regularization import kl
@@ -50,14 +51,15 @@ CANDIDATES = 15
 
 
 def candidates(case: Case, shared: bool, rng: random.Random) -> list[list[list[int]]]:
-    """15 of each source. Shared: each begins as an earlier one does, for 20% to 100% of its length, which leaves
-    about as many distinct prefixes as 15 beams on SAMSum have: 2.3 times fewer than tokens."""
+    """15 of each source. Shared, as beams on SAMSum: of many lengths, and each begins as an earlier one does, which leaves
+    2.3 times fewer distinct prefixes than tokens, and 2.9 times fewer than padded positions."""
     every = []
     for _ in range(case.sources):
         rows: list[list[int]] = []
-        for _ in range(CANDIDATES):
-            begin = rng.choice(rows)[: int(rng.uniform(0.2, 1.0) * case.length)] if shared and rows else []
-            rows.append(begin + [rng.randrange(3, case.vocabulary) for _ in range(case.length - len(begin))])
+        for number in range(CANDIDATES):
+            length = round(case.length * rng.uniform(0.57, 1.0)) if shared and number else case.length
+            begin = rng.choice(rows)[: int(rng.uniform(0.28, 1.0) * length)] if shared and rows else []
+            rows.append(begin + [rng.randrange(3, case.vocabulary) for _ in range(length - len(begin))])
         every.append(rows)
     return every
 
@@ -75,7 +77,12 @@ class Work:
     def tensors(self, rows: Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(rows, device=self.case.device)
 
-    def ours(self, loss: str, pair: bool) -> Tensor:
+    def sequences(self, count: int) -> tuple[Tensor, Tensor]:
+        """The first candidates of every source and then its target, padded, and the mask of what is not padding."""
+        rows = [row for each, target in zip(self.candidates, self.targets, strict=True) for row in (*each[:count], target)]
+        return tuple(each.to(self.case.device).view(len(self.sources), count + 1, -1) for each in seq2seq.pad_rows(rows, 0))
+
+    def ours(self, loss: str, pair: bool, torch_compile: bool = True) -> Tensor:
         config = Config(
             data="",
             model="",
@@ -85,37 +92,31 @@ class Work:
             beta=0.01,
             reg_weight=1.0,
             pairs="sampled" if pair else "all",
+            torch_compile=torch_compile,
         )
         step = CalibrationStep(Seq2Seq(self.model, None), Seq2Seq(self.reference, None), config)
         rows = [
             {"token_ids": ids, "similarity": s, "log_p": [0.0] * len(ids)}
             for ids, s in zip(self.candidates, self.similarity.tolist(), strict=True)
         ]
-        total, _ = step.loss(self.sources, self.targets, rows, torch.Generator().manual_seed(0))
-        total.backward()
-        return total.detach()
+        return step.loss(step.batch(self.sources, self.targets, rows, torch.Generator().manual_seed(0)))["loss"]
 
     def brio(self, loss: str) -> Tensor:
         """The encoder once per source; its output, and everything after it, once per sequence."""
-        source, sequences = (
-            self.tensors(self.sources),
-            self.tensors([[*c, t] for c, t in zip(self.candidates, self.targets, strict=True)]),
-        )
+        source, (sequences, kept) = self.tensors(self.sources), self.sequences(CANDIDATES)
         mask = torch.ones_like(source)
         logits = seq2seq.force(self.model, seq2seq.encode(self.model, source, mask), mask, sequences)
-        return self._finish(loss, logits, sequences)
+        return self._finish(loss, logits, sequences, kept)
 
     def trl(self, loss: str) -> Tensor:
         """The encoder once per sequence."""
-        pairs = [[*rows[:2], target] for rows, target in zip(self.candidates, self.targets, strict=True)]
-        sequences = self.tensors(pairs)
+        sequences, kept = self.sequences(2)
         source = self.tensors(self.sources).repeat_interleave(3, 0)
         mask = torch.ones_like(source)
         logits = seq2seq.force(self.model, seq2seq.encode(self.model, source, mask), mask, sequences.flatten(0, 1)[:, None])
-        return self._finish(loss, logits.view(*sequences.shape, -1), sequences)
+        return self._finish(loss, logits.view(*sequences.shape, -1), sequences, kept)
 
-    def _finish(self, loss: str, logits: Tensor, sequences: Tensor) -> Tensor:
-        kept = torch.ones_like(sequences, dtype=torch.bool)
+    def _finish(self, loss: str, logits: Tensor, sequences: Tensor, kept: Tensor) -> Tensor:
         log_p = sequence_log_p(token_log_p(logits[:, :-1], sequences[:, :-1]), kept[:, :-1])
         source, target = self.tensors(self.sources), sequences[:, -1]
         mask = torch.ones_like(source)
@@ -131,10 +132,9 @@ class Work:
     @torch.no_grad()
     def score(self) -> Tensor:
         tuned = Seq2Seq(self.model, None)
-        source, mask = tuned.batch(self.sources)
-        states = seq2seq.encode(self.model, source, mask)
-        found = outputs(tuned, states, mask, [], self.candidates)
-        return SIMILARITIES["decoder"](found, outputs(tuned, states, mask, [], [[row] for row in self.targets]))
+        source = Source(self.model, *tuned.batch(self.sources))
+        found = outputs(tuned, source, [], self.candidates)
+        return SIMILARITIES["decoder"](found, outputs(tuned, source, [], [[row] for row in self.targets]))
 
     @torch.no_grad()
     def score_by_pairs(self) -> Tensor:
@@ -142,9 +142,9 @@ class Work:
         for source, rows, target in zip(self.sources, self.candidates, self.targets, strict=True):
             for row in rows:
                 ids = self.tensors([source])
-                mask, both = torch.ones_like(ids), self.tensors([[row, target]])
-                states = seq2seq.force_states(self.model, seq2seq.encode(self.model, ids, mask), mask, both)[0]
-                kept = torch.ones_like(both[0], dtype=torch.bool)
+                both, kept = (each.to(self.case.device) for each in seq2seq.pad_rows([row, target], 0))
+                mask = torch.ones_like(ids)
+                states = seq2seq.force_states(self.model, seq2seq.encode(self.model, ids, mask), mask, both[None])[0]
                 every.append(span_similarity(states[0], states[1], kept[0], kept[1]))
         return torch.stack(every).view(len(self.sources), -1)
 

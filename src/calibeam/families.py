@@ -1,4 +1,4 @@
-"""How a family's decoder is built, in one form, so that the engine need not know which family it runs.
+"""How a family's encoder and decoder are built, in one form, so that the engine need not know which family it runs.
 
 T5, BART, mBART, PEGASUS and Marian. Nothing here is a copy of a layer: every part is the model's own.
 """
@@ -8,16 +8,16 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 ALIGNMENT = 64  # a product with an odd number of columns takes many times as long on a GPU
-Part = tuple[Callable[[Tensor], Tensor], nn.Module]
-"""What a block does to its input, attention or feed-forward, and the norm that belongs to it."""
-AddNorm = Callable[[Tensor, Tensor | None, nn.Module], tuple[Tensor, Tensor]]
-"""The sum of two tensors, and that normalised."""
+Part = tuple[Callable[[Tensor], Any], nn.Module]
+"""What a block adds to its input, attention or feed-forward, and the norm that belongs to it."""
+AddNorm = Callable[[Tensor, Any, nn.Module], tuple[Tensor, Tensor]]
+"""The sum of states and what a part adds to them, if anything, and that normalised."""
 
 
 @dataclass(frozen=True)
@@ -33,25 +33,18 @@ class Attention:
 class Block:
     own: Attention
     """Over what the decoder has written."""
-    cross: Attention
-    """Over the source."""
+    cross: Attention | None
+    """Over the source, in a decoder."""
     expand: tuple[nn.Linear, ...]
     """One layer, or two: what is activated, and the gate that it is multiplied with."""
     activation: Callable[[Tensor], Tensor]
     contract: nn.Linear
     feed_forward_norm: nn.Module
 
-    def feed_forward(self, states: Tensor) -> Tensor:
-        activated = self.activation(self.expand[0](states))
-        activated = activated * self.expand[1](states) if len(self.expand) > 1 else activated
-        if activated.dtype == states.dtype != self.contract.weight.dtype and not torch.is_autocast_enabled(states.device.type):
-            return self.contract(activated.to(self.contract.weight.dtype)).to(states.dtype)  # T5 keeps it in float32
-        return self.contract(activated)
-
 
 @dataclass(frozen=True)
-class Anatomy:
-    """A decoder and its output head."""
+class Stack:
+    """An encoder, or a decoder without its output head."""
 
     blocks: list[Block]
     heads: int
@@ -61,21 +54,16 @@ class Anatomy:
     embed: Callable[[Tensor, Tensor], Tensor]
     """Tokens and their positions, of one shape -> [..., size]"""
     final_norm: nn.Module | None
-    head_weight: Tensor
-    head_bias: Tensor | None
-    head_scale: float
-    """Logits are head_weight (head_scale states) + head_bias."""
-    bias_of_distance: Callable[[int], Tensor] | None
-    """For relative positions: what a score gains by the distance to the key, up to a length. [heads, length]"""
+    bias: Callable[[int], Tensor] | None
+    """For relative positions: what scores gain, between so many. [heads, queries, keys]"""
 
-    def logits(self, states: Tensor) -> Tensor:
-        """[..., size] -> [..., vocabulary]"""
-        states = states if self.head_scale == 1.0 else states * self.head_scale
-        logits = nn.functional.linear(states, *aligned(self.head_weight, self.head_bias))
-        return logits[..., : len(self.head_weight)]
+    def bias_of_distance(self, length: int) -> Tensor:
+        """What a decoder's score gains by the distance to a key that lies before it. [heads, length]"""
+        assert self.bias is not None
+        return self.bias(length)[:, -1].flip(-1)  # the last query sees keys at distances length - 1 ... 0
 
     def run(self, states: Tensor, parts: Iterable[Part], add_norm: AddNorm) -> Tensor:
-        """From embeddings to the states that the head reads, through the parts of all blocks, each with its norm."""
+        """From embeddings to the states that come out, through the parts of all blocks, each with its norm."""
         if not self.norm_first:
             for part, norm in parts:
                 _, states = add_norm(states, part(states), norm)
@@ -88,6 +76,22 @@ class Anatomy:
         return add_norm(states, delta, self.final_norm)[1]
 
 
+@dataclass(frozen=True)
+class Anatomy(Stack):
+    """A decoder and its output head."""
+
+    head_weight: Tensor
+    head_bias: Tensor | None
+    head_scale: float
+    """Logits are head_weight (head_scale states) + head_bias."""
+
+    def logits(self, states: Tensor) -> Tensor:
+        """[..., size] -> [..., vocabulary]"""
+        states = states if self.head_scale == 1.0 else states * self.head_scale
+        logits = nn.functional.linear(states, *aligned(self.head_weight, self.head_bias))
+        return logits[..., : len(self.head_weight)]
+
+
 def aligned(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """A layer's weights, on a GPU with as many rows as its products want; the rows beyond give 0."""
     spare = -len(weight) % ALIGNMENT if weight.is_cuda else 0
@@ -98,23 +102,31 @@ def aligned(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]
 
 def anatomy(model: Any, dtype: torch.dtype | None = None) -> Anatomy | None:
     """None for a family that is not known here. Weights of another type than the one wanted are copied."""
-    describe = FAMILIES.get(model.config.model_type)
-    if describe is None:
+    family = FAMILIES.get(model.config.model_type)
+    if family is None:
         return None
     decoder, head = model.get_decoder(), model.get_output_embeddings()
     if dtype is not None and next(decoder.parameters()).dtype != dtype:
         decoder, head = copy.deepcopy(decoder).to(dtype), copy.deepcopy(head).to(dtype)
-    return describe(model, decoder, head)
+    stack, (bias, scale) = family.stack(model.config, decoder), family.head(model)
+    bias = None if bias is None else bias.to(head.weight.dtype)
+    return Anatomy(**vars(stack), head_weight=head.weight, head_bias=bias, head_scale=scale)
 
 
-def _bart(model: Any, decoder: Any, head: nn.Linear) -> Anatomy:
+def encoder(model: Any) -> Stack | None:
+    """None for a family that is not known here."""
+    family = FAMILIES.get(model.config.model_type)
+    return None if family is None else family.stack(model.config, model.get_encoder())
+
+
+def _bart(config: Any, half: Any) -> Stack:
     def attention(part: Any, norm: nn.Module) -> Attention:
         return Attention(part.q_proj, part.k_proj, part.v_proj, part.out_proj, norm)
 
     def block(layer: Any) -> Block:
         return Block(
             attention(layer.self_attn, layer.self_attn_layer_norm),
-            attention(layer.encoder_attn, layer.encoder_attn_layer_norm),
+            attention(layer.encoder_attn, layer.encoder_attn_layer_norm) if hasattr(layer, "encoder_attn") else None,
             (layer.fc1,),
             layer.activation_fn,
             layer.fc2,
@@ -122,72 +134,69 @@ def _bart(model: Any, decoder: Any, head: nn.Linear) -> Anatomy:
         )
 
     # BART and mBART scale inside embed_tokens.
-    scale = 1.0 if hasattr(decoder.embed_tokens, "embed_scale") else decoder.embed_scale
-    offset = getattr(decoder.embed_positions, "offset", 0)
-    norm = getattr(decoder, "layernorm_embedding", None)
+    scale = 1.0 if hasattr(half.embed_tokens, "embed_scale") else half.embed_scale
+    offset = getattr(half.embed_positions, "offset", 0)
+    norm = getattr(half, "layernorm_embedding", None)
 
     def embed(tokens: Tensor, positions: Tensor) -> Tensor:
-        states = decoder.embed_tokens(tokens) * scale + nn.functional.embedding(
-            positions + offset, decoder.embed_positions.weight
-        )
+        states = half.embed_tokens(tokens) * scale + nn.functional.embedding(positions + offset, half.embed_positions.weight)
         return states if norm is None else norm(states)
 
-    first = decoder.layers[0].self_attn
-    return Anatomy(
-        blocks=[block(layer) for layer in decoder.layers],
+    first = half.layers[0].self_attn
+    return Stack(
+        blocks=[block(layer) for layer in half.layers],
         heads=first.num_heads,
         scaling=first.head_dim**-0.5,
-        norm_first=model.config.model_type in ("mbart", "pegasus"),
+        norm_first=config.model_type in ("mbart", "pegasus"),
         embed=embed,
-        final_norm=getattr(decoder, "layer_norm", None),
-        head_weight=head.weight,
-        head_bias=model.final_logits_bias[0].to(head.weight.dtype),
-        head_scale=1.0,
-        bias_of_distance=None,
+        final_norm=getattr(half, "layer_norm", None),
+        bias=None,
     )
 
 
-def _t5(model: Any, decoder: Any, head: nn.Linear) -> Anatomy:
+def _t5(config: Any, half: Any) -> Stack:
     def attention(part: Any, norm: nn.Module) -> Attention:
         return Attention(part.q, part.k, part.v, part.o, norm)
 
     def block(layer: Any) -> Block:
-        own, cross, last = layer.layer
+        own, *cross, last = layer.layer
         dense = last.DenseReluDense
         return Block(
             attention(own.SelfAttention, own.layer_norm),
-            attention(cross.EncDecAttention, cross.layer_norm),
+            attention(cross[0].EncDecAttention, cross[0].layer_norm) if cross else None,
             (dense.wi_0, dense.wi_1) if hasattr(dense, "wi_0") else (dense.wi,),
             dense.act,
             dense.wo,
             last.layer_norm,
         )
 
-    first = decoder.block[0].layer[0].SelfAttention
-    scaled = getattr(model.config, "scale_decoder_outputs", model.config.tie_word_embeddings)
-
-    def bias_of_distance(length: int) -> Tensor:
-        # The last query of `length` sees keys at distances length - 1 ... 0.
-        return first.compute_bias(length, length)[0, :, -1].flip(-1)
-
-    return Anatomy(
-        blocks=[block(layer) for layer in decoder.block],
+    first = half.block[0].layer[0].SelfAttention
+    return Stack(
+        blocks=[block(layer) for layer in half.block],
         heads=first.n_heads,
         scaling=1.0,
         norm_first=True,
-        embed=lambda tokens, positions: decoder.embed_tokens(tokens),
-        final_norm=decoder.final_layer_norm,
-        head_weight=head.weight,
-        head_bias=None,
-        head_scale=model.model_dim**-0.5 if scaled else 1.0,
-        bias_of_distance=bias_of_distance,
+        embed=lambda tokens, positions: half.embed_tokens(tokens),
+        final_norm=half.final_layer_norm,
+        bias=lambda length: first.compute_bias(length, length)[0],
     )
 
 
-FAMILIES: dict[str, Callable[[Any, Any, nn.Linear], Anatomy]] = {
-    "t5": _t5,
-    "bart": _bart,
-    "mbart": _bart,
-    "pegasus": _bart,
-    "marian": _bart,
-}
+def _bart_head(model: Any) -> tuple[Tensor | None, float]:
+    return model.final_logits_bias[0], 1.0
+
+
+def _t5_head(model: Any) -> tuple[Tensor | None, float]:
+    scaled = getattr(model.config, "scale_decoder_outputs", model.config.tie_word_embeddings)
+    return None, model.model_dim**-0.5 if scaled else 1.0
+
+
+class Family(NamedTuple):
+    stack: Callable[[Any, Any], Stack]
+    """Of the model's config and its encoder or decoder."""
+    head: Callable[[Any], tuple[Tensor | None, float]]
+    """The bias and the scale of the model's logits."""
+
+
+BART = Family(_bart, _bart_head)
+FAMILIES = {"t5": Family(_t5, _t5_head), "bart": BART, "mbart": BART, "pegasus": BART, "marian": BART}

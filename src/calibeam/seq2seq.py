@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_outputs import BaseModelOutput
 
+from calibeam.engine.graphs import room
 from calibeam.records import CalibeamError
 
 log = logging.getLogger("calibeam")
@@ -97,6 +98,11 @@ class Seq2Seq:
         """Token ids, padded, and the mask of those that are not padding. [rows, longest], int64 and bool"""
         ids, mask = pad_rows(rows, self.ids.pad)
         return ids.to(self.device), mask.to(self.device)
+
+    def roomy_batch(self, rows: Sequence[Sequence[int]], most: int, per_octave: int = 1) -> tuple[Tensor, Tensor]:
+        """The same on the host, as long as fits many batches; `most` is the longest there may be."""
+        longest = room(max(map(len, rows)), self.device, per_octave=per_octave, most=most)
+        return pad_rows(rows, self.ids.pad, longest)
 
 
 def locate(name: str | Path) -> Path:
@@ -222,7 +228,7 @@ def max_positions(model: Any) -> int | None:
     return getattr(model.config, "max_position_embeddings", None)
 
 
-def encode(model: Any, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+def encode(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """The encoder's output states. [batch, length, size]"""
     return model.get_encoder()(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state
 
@@ -300,10 +306,10 @@ def batches_by_length(rows: Sequence[Sequence[int]], size: int) -> list[list[int
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
-def pad_rows(rows: Sequence[Sequence[int]], value: int) -> tuple[Tensor, Tensor]:
+def pad_rows(rows: Sequence[Sequence[int]], value: int, longest: int | None = None) -> tuple[Tensor, Tensor]:
     """Rows of any length as one tensor, and the mask of what is not padding."""
     lengths = torch.tensor([len(row) for row in rows])
-    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    mask = torch.arange(longest or int(lengths.max())) < lengths[:, None]
     padded = torch.full(mask.shape, value, dtype=torch.int64)
     padded[mask] = torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=torch.int64)
     return padded, mask

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Generator, Tensor
 
+    from calibeam.engine.graphs import Batch
     from calibeam.seq2seq import Seq2Seq
 
 OPTIMIZERS = {"adamw": "AdamW", "adafactor": "Adafactor"}
@@ -45,6 +46,7 @@ class TrainingConfig(StageConfig):
     max_source_length: int = option(512, "source tokens; longer sources are cut", at_least=1)
     max_target_length: int = option(128, "target tokens; longer targets are cut", at_least=1)
     seed: int = option(0, "of shuffling, dropout and sampling", at_least=0)
+    cuda_graphs: bool = option(True, "on a GPU, record the work of each shape once and replay it", identity=False)
     device: str = option("auto", "auto, cpu or cuda", identity=False)
 
 
@@ -55,8 +57,10 @@ class Problem(NamedTuple):
     lengths: Sequence[int]
     weights: Sequence[float]
     """What an example counts in its batch's mean: 1, or its number of tokens."""
-    loss: Callable[[Sequence[int], Generator], tuple[Tensor, dict[str, float]]]
-    """The summed loss of some examples, and figures to show, summed likewise."""
+    batch: Callable[[Sequence[int], Generator], Batch]
+    """Some examples, on the host."""
+    loss: Callable[[Batch], dict[str, Tensor]]
+    """The summed loss of a batch, and figures to show, summed likewise. It must not wait for a GPU."""
     validate: Callable[[], dict[str, float]]
     dropout: bool
 
@@ -91,11 +95,11 @@ def train(seq2seq: Seq2Seq, config: TrainingConfig, select: str, problem: Proble
             save(seq2seq, output.folder / "model")
 
     validate(0)
-    batches = _batches(len(problem.ids), config.batch_size, config.seed)
+    batches, update = _batches(len(problem.ids), config.batch_size, config.seed), _Step(model, config, problem, optimizer)
     with display.Bar(output.kind, steps) as bar:
         for step in range(1, steps + 1):
             model.train(problem.dropout)
-            figures = _step(model, config, problem, next(batches), step, optimizer)
+            figures = update(next(batches), step)
             figures["learning_rate"] = schedule.get_last_lr()[0]
             schedule.step()
             output.append_log({"step": step, "train": figures})
@@ -124,35 +128,66 @@ def autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, torch.bfloat16) if fast_dtype(device) is torch.bfloat16 else nullcontext()
 
 
-def _step(model: Any, config: TrainingConfig, problem: Problem, batch: list[int], step: int, optimizer: Any) -> dict[str, float]:
-    """One update from the mean loss over the batch, computed some examples of similar length at a time."""
+class _Step:
+    """One update from the mean loss over a batch, computed some examples of similar length at a time."""
+
+    def __init__(self, model: Any, config: TrainingConfig, problem: Problem, optimizer: Any) -> None:
+        from calibeam.engine.graphs import Recorded
+
+        self._model, self._config, self._problem, self._optimizer = model, config, problem, optimizer
+        self._names: list[str] = []
+        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._add_gradients = Recorded(self._backward, model.device, enabled=config.cuda_graphs)
+
+    def __call__(self, batch: list[int], step: int) -> dict[str, float]:
+        import torch
+
+        problem, size = self._problem, self._config.micro_batch_size
+        batch = sorted(batch, key=lambda index: problem.lengths[index])
+        weight = torch.tensor(sum(problem.weights[index] for index in batch), dtype=torch.float32)
+        generator = torch.Generator().manual_seed((self._config.seed << 32) + step)
+        parts = [batch[start : start + size] for start in range(0, len(batch), size)]
+        found = [self._add_gradients({**problem.batch(part, generator), "weight": weight}) for part in parts]
+        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
+        values = torch.stack(found)
+        for part, loss in zip(parts, values[:, 0].tolist(), strict=True):
+            if not math.isfinite(loss):
+                raise _not_finite("loss", loss, step, part, problem)
+        if not math.isfinite(norm):
+            raise _not_finite("gradient", float(norm), step, batch, problem)
+        self._optimizer.step()
+        # A recorded step adds to gradients where they were when it was recorded.
+        self._optimizer.zero_grad(set_to_none=self._model.device.type != "cuda")
+        return dict(zip(self._names, (values.double().sum(0) / weight.item()).tolist(), strict=True))
+
+    def _backward(self, batch: Batch) -> Tensor:
+        import torch
+
+        with autocast(self._model.device):
+            figures = self._problem.loss(batch)
+        add_gradients(figures["loss"] / batch["weight"], self._parameters)
+        self._names = list(figures)
+        return torch.stack([value.detach().float() for value in figures.values()])
+
+
+def add_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> None:
+    """As `backward` does, but all sums at once: a model has hundreds of small parameters."""
     import torch
 
-    batch = sorted(batch, key=lambda index: problem.lengths[index])
-    weight = sum(problem.weights[index] for index in batch)
-    totals: dict[str, float] = {}
-    generator = torch.Generator().manual_seed((config.seed << 32) + step)
-    for start in range(0, len(batch), config.micro_batch_size):
-        part = batch[start : start + config.micro_batch_size]
-        with autocast(model.device):
-            loss, figures = problem.loss(part, generator)
-        if not torch.isfinite(loss):
-            raise _not_finite("loss", loss, step, part, problem)
-        torch.autograd.backward(loss / weight)
-        for name, value in {"loss": loss.item(), **figures}.items():
-            totals[name] = totals.get(name, 0.0) + value / weight
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-    if not torch.isfinite(norm):
-        raise _not_finite("gradient", norm, step, batch, problem)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-    return totals
+    found = torch.autograd.grad(loss, parameters, allow_unused=True)
+    sums, new = [], []
+    for parameter, gradient in zip(parameters, found, strict=True):
+        if gradient is not None:
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            sums.append(parameter.grad)
+            new.append(gradient)
+    torch._foreach_add_(sums, new)
 
 
-def _not_finite(what: str, value: Tensor, step: int, batch: Sequence[int], problem: Problem) -> CalibeamError:
+def _not_finite(what: str, value: float, step: int, batch: Sequence[int], problem: Problem) -> CalibeamError:
     names = ", ".join(problem.ids[index] for index in batch[:8]) + (", ..." if len(batch) > 8 else "")
     return CalibeamError(
-        f"the {what} is {value.item()} at step {step}, on examples {names}. Nothing was saved. "
+        f"the {what} is {value} at step {step}, on examples {names}. Nothing was saved. "
         "A lower learning rate may help; so may a look at these examples"
     )
 

@@ -105,6 +105,71 @@ def test_add_norm(device: str, norm: Any) -> None:
         assert torch.allclose(normed, norm(states + delta), atol=1e-5)
 
 
+def gradients(value: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return torch.autograd.grad(value, inputs, allow_unused=True)
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("used", ["sum", "norm", "both"])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("norm", [nn.LayerNorm(24), ScaleNorm(24)], ids=["layer", "scale"])
+def test_the_gradients_of_add_norm(device: str, norm: Any, biased: bool, used: str) -> None:
+    norm = norm.to(device)
+    states, delta = (noise(3, 50, 24, seed=seed, device=device).requires_grad_() for seed in (0, 1))
+    bias = noise(24, seed=7, device=device).requires_grad_() if biased else None
+    factors = [noise(3, 50, 24, seed=seed, device=device) for seed in (2, 3)]
+    wanted = [each for each in (states, delta, bias, *norm.parameters()) if each is not None]
+
+    def value(total: Tensor, normed: Tensor) -> Tensor:
+        parts = [(total * factors[0]).sum()] * (used != "norm") + [(normed * factors[1]).sum()] * (used != "sum")
+        return torch.stack(parts).sum()
+
+    found = gradients(value(*ops.add_norm(states, delta, norm, bias)), *wanted)
+    total = states + delta if bias is None else states + delta + bias
+    expected = gradients(value(total, norm(total)), *wanted)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert (mine is None) == (theirs is None)
+        assert mine is None or torch.allclose(mine, theirs, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("rows", [1, 70, 700])
+def test_the_gradients_of_a_linear_layer(device: str, rows: int) -> None:
+    layer, states = nn.Linear(8, 150).to(device), noise(2, rows, 8, device=device).requires_grad_()
+    factor, wanted = noise(2, rows, 150, seed=1, device=device), [states, *layer.parameters()]
+    found = gradients((ops.linear(states, layer) * factor).sum(), *wanted)
+    for mine, theirs in zip(found, gradients((layer(states) * factor).sum(), *wanted), strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("vocabulary", [5, 40, 4096, 5001])
+@pytest.mark.parametrize("padding", [0, 64])
+def test_the_divergence_and_its_gradient(device: str, vocabulary: int, padding: int) -> None:
+    """Also of logits with columns beyond the vocabulary, which do not count."""
+    padded = [noise(6, vocabulary + padding, seed=seed, device=device) * 3 for seed in (0, 1)]
+    logits, reference = (each[:, :vocabulary] for each in padded)
+    factor, leaf = noise(6, seed=2, device=device), logits.clone().requires_grad_()
+    log_p, log_q = leaf.log_softmax(-1), reference.log_softmax(-1)
+    expected = (log_p.exp() * (log_p - log_q)).sum(-1)
+    divergence, log_sum, shift = ops.divergence(logits, reference)
+    assert torch.allclose(divergence, expected, atol=1e-5)
+    assert torch.equal(ops.divergence(logits, logits.clone())[0], torch.zeros(6, device=device))
+    (gradient,) = gradients((expected * factor).sum(), leaf)
+    weighed = ops.weigh_divergence(*padded, log_sum, shift, factor)[:, :vocabulary]
+    assert torch.allclose(weighed, gradient, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+def test_weighing_a_softmax(device: str) -> None:
+    """In columns that hold more than the log of the sum, nothing overflows."""
+    logits, factor = noise(6, 5001, device=device) * 3, noise(6, seed=2, device=device)
+    expected = logits.softmax(-1) * factor[:, None]
+    wider = torch.cat([logits - 200.0, torch.zeros(6, 3, device=device)], 1)
+    found = ops.weigh(wider, logits.logsumexp(-1) - 200.0, factor)
+    assert torch.allclose(found[:, :5001], expected, atol=1e-5)
+
+
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize(("vocabulary", "count"), [(5, 9), (40, 7), (3000, 7), (3001, 23), (20_000, 31)])
 def test_best_tokens_are_those_of_topk(device: str, vocabulary: int, count: int) -> None:

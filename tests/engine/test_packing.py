@@ -13,7 +13,7 @@ from torch import Tensor
 
 from calibeam import seq2seq
 from calibeam.engine import packing
-from calibeam.engine.packing import Forced, plant
+from calibeam.engine.packing import Forced, Source, plant
 from calibeam.paper import likelihood
 from calibeam.paper.calibration import CALIBRATION_LOSSES
 from calibeam.paper.regularization import REGULARIZERS
@@ -47,14 +47,14 @@ def sequences(shared: bool, seed: int = 0, count: int = SEQUENCES) -> tuple[Tens
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_tree_holds_every_prefix_once(shared: bool) -> None:
     ids, mask = sequences(shared)
-    tree = plant(ids, mask, START, size=32)
+    tree = plant(tiny_model("pegasus", vocabulary=VOCABULARY), ids, mask)
     assert (tree.reach is not None) == shared
     if not shared:
         return
     for source in range(SOURCES):
         rows = [[START, *row[keep].tolist()] for row, keep in zip(ids[source], mask[source], strict=True)]
         prefixes = {tuple(row[: end + 1]) for row in rows for end in range(len(row) - 1)}
-        assert tree.exists[source].sum() == len(prefixes)
+        assert (tree.existing // tree.tokens.shape[1] == source).sum() == len(prefixes)
         for number, row in enumerate(rows):
             for step in range(len(row) - 1):
                 node = int(tree.place[source, number, step])
@@ -62,6 +62,10 @@ def test_a_tree_holds_every_prefix_once(shared: bool) -> None:
                 path = sorted(seen.tolist(), key=lambda node: int(tree.depth[source, node]))
                 assert [int(tree.tokens[source, node]) for node in path] == row[: step + 1]
                 assert [int(tree.depth[source, node]) for node in path] == list(range(step + 1))
+
+
+def force(model: Any, ids: Tensor, mask: Tensor, tokens: Tensor, kept: Tensor) -> Forced:
+    return Forced(Source(model, ids, mask), plant(model, tokens, kept))
 
 
 def plain(model: Any, ids: Tensor, mask: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -123,7 +127,7 @@ def test_losses_and_every_gradient(
     exists = torch.arange(SEQUENCES) < torch.tensor([6, 5, 6])[:, None]
 
     def ours() -> Tensor:
-        log_p = Forced(model, seq2seq.encode(model, ids, mask), mask, tokens, kept).log_p()
+        log_p = force(model, ids, mask, tokens, kept).log_p()
         return CALIBRATION_LOSSES[loss](log_p, similarity, exists, 0.7).sum()
 
     def theirs() -> Tensor:
@@ -131,6 +135,36 @@ def test_losses_and_every_gradient(
         return CALIBRATION_LOSSES[loss](log_p, similarity, exists, 0.7).sum()
 
     assert_equal(model, ours, theirs, tolerance)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shared", [True, False], ids=["tree", "plain"])
+def test_kernels_on_cuda_give_the_losses_and_gradients_of_the_cpu(family: str, shared: bool) -> None:
+    def run(device: str, dtype: torch.dtype) -> tuple[Tensor, dict[str, Tensor]]:
+        model, reference = (wide_model(family, dtype, seed).to(device) for seed in (0, 5))
+        (ids, mask), (tokens, kept) = sources(), sequences(shared)
+        (target, target_kept) = sequences(False, seed=3, count=1)
+        ids, mask, tokens, kept, target, target_kept = (
+            each.to(device) for each in (ids, mask, tokens, kept, target, target_kept)
+        )
+
+        def loss() -> Tensor:
+            source, tree = Source(model, ids, mask), plant(model, target, target_kept)
+            with torch.no_grad():
+                theirs = Forced(Source(reference, ids, mask), tree)
+            log_p = Forced(source, plant(model, tokens, kept)).log_p()
+            return log_p.square().mean() + Forced(source, tree).regularization(REGULARIZERS["kl"], theirs).sum()
+
+        value, found = gradients(model, loss)
+        return value.cpu().double(), {name: each.cpu().double() for name, each in found.items()}
+
+    torch.backends.cuda.matmul.allow_tf32 = False
+    (value, found), (expected, wanted) = run("cuda", torch.float32), run("cpu", torch.float64)
+    assert torch.allclose(value, expected, rtol=1e-4)
+    assert found.keys() == wanted.keys()
+    for name, each in found.items():
+        assert (each - wanted[name]).norm() <= 1e-3 * wanted[name].norm() + 1e-3, (name, each.norm(), wanted[name].norm())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -145,8 +179,8 @@ def test_regularizers_and_every_gradient(
 
     def ours() -> Tensor:
         with torch.no_grad():
-            theirs = Forced(reference, seq2seq.encode(reference, ids, mask), mask, tokens, kept)
-        forced = Forced(model, seq2seq.encode(model, ids, mask), mask, tokens, kept)
+            theirs = force(reference, ids, mask, tokens, kept)
+        forced = force(model, ids, mask, tokens, kept)
         return forced.regularization(REGULARIZERS[name], theirs).sum()
 
     def plainly() -> Tensor:
@@ -167,8 +201,8 @@ def test_states_and_similarity(family: str, shared: bool) -> None:
     model, (ids, mask) = wide_model(family, torch.float64), sources()
     (tokens, kept), (target, target_kept) = sequences(shared), sequences(False, seed=1, count=1)
     with torch.no_grad():
-        encoded = seq2seq.encode(model, ids, mask)
-        states, target_states = (Forced(model, encoded, mask, *each).states() for each in ((tokens, kept), (target, target_kept)))
+        source = Source(model, ids, mask)
+        states, target_states = (Forced(source, plant(model, *each)).states() for each in ((tokens, kept), (target, target_kept)))
         expected, expected_target = plain(model, ids, mask, tokens)[1], plain(model, ids, mask, target)[1]
     assert torch.allclose(states[kept], expected[kept], atol=1e-9)
     found = span_similarity(states, target_states, kept, target_kept)
@@ -179,12 +213,11 @@ def test_states_and_similarity(family: str, shared: bool) -> None:
 def test_any_order_and_any_padding(family: str) -> None:
     model, (ids, mask), (tokens, kept) = wide_model(family, torch.float64), sources(), sequences(True)
     with torch.no_grad():
-        encoded = seq2seq.encode(model, ids, mask)
-        log_p = Forced(model, encoded, mask, tokens, kept).log_p()
+        log_p = force(model, ids, mask, tokens, kept).log_p()
         order = torch.randperm(SEQUENCES, generator=torch.Generator().manual_seed(3))
-        shuffled = Forced(model, encoded, mask, tokens[:, order], kept[:, order]).log_p()
+        shuffled = force(model, ids, mask, tokens[:, order], kept[:, order]).log_p()
         longer, longer_kept = (torch.nn.functional.pad(each, (0, 4)) for each in (tokens, kept))
-        padded = Forced(model, encoded, mask, longer.masked_fill(~longer_kept, 9), longer_kept).log_p()
+        padded = force(model, ids, mask, longer.masked_fill(~longer_kept, 9), longer_kept).log_p()
     assert torch.allclose(shuffled, log_p[:, order], atol=1e-9)
     assert torch.allclose(padded, log_p, atol=1e-9)
 
@@ -208,6 +241,6 @@ def test_logits_of_more_than_a_chunk_are_never_held(monkeypatch: pytest.MonkeyPa
 
     model, (ids, mask), (tokens, kept) = tiny_model("pegasus", vocabulary=vocabulary), sources(), sequences(True)
     with Watch():
-        forced = Forced(model, seq2seq.encode(model, ids, mask), mask, tokens, kept)
+        forced = force(model, ids, mask, tokens, kept)
         (forced.log_p().sum() + forced.regularization(REGULARIZERS["cross_entropy"], None).sum()).backward()
     assert 0 < largest <= 32  # 8, or the transposed head of size 32, or the 9 tokens of one target

@@ -37,7 +37,7 @@ class Decoder:
         """Which row wrote each step of a row's path."""
         self._every_slot = torch.arange(slots, device=device)
         self._every_row = torch.arange(rows, device=device, dtype=torch.int32)
-        self._bias = None if anatomy.bias_of_distance is None else anatomy.bias_of_distance(steps).float().contiguous()
+        self._bias = None if anatomy.bias is None else anatomy.bias_of_distance(steps).float().contiguous()
         self._layers = [_Layer(block, slots * rows) for block in anatomy.blocks]
         self._head = ops.Product((anatomy.head_weight, anatomy.head_bias), rows=slots * rows)
 
@@ -48,7 +48,7 @@ class Decoder:
 
     def refresh(self) -> None:
         """Take over weights that have changed in place."""
-        if self._bias is not None and self._anatomy.bias_of_distance is not None:
+        if self._bias is not None:
             self._bias.copy_(self._anatomy.bias_of_distance(self._bias.shape[-1]))
         for product in (self._head, *(product for layer in self._layers for product in layer.products)):
             product.refresh()
@@ -95,7 +95,7 @@ class Decoder:
         for layer, own_cells, source_cells in zip(self._layers, self._own, self._cross, strict=True):
             block = layer.block
             yield partial(attend_own, layer=layer, cells=own_cells), block.own.norm
-            yield partial(attend_source, layer=layer, cells=source_cells), block.cross.norm
+            yield partial(attend_source, layer=layer, cells=source_cells), layer.cross_norm
             yield layer.feed_forward, block.feed_forward_norm
 
     def _attend(self, query: Tensor, cells: Tensor, reach: ops.Reach, new: Tensor | None = None) -> Tensor:
@@ -131,6 +131,8 @@ class _Layer:
         self.block = block
         self.own = product(block.own.query, block.own.key, block.own.value)
         self.own_out = product(block.own.out)
+        assert block.cross is not None
+        self.cross_norm = block.cross.norm
         self.source = product(block.cross.key, block.cross.value)
         self.cross_query, self.cross_out = product(block.cross.query), product(block.cross.out)
         self.expand, self.contract = product(*block.expand), product(block.contract)

@@ -87,14 +87,16 @@ def attend(
 
 @triton.jit
 def _add_norm(
-    states, delta, weight, bias, out_sum, out_norm, size, epsilon, delta_stride,
-    BLOCK: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr,
+    states, delta, delta_bias, weight, bias, out_sum, out_norm, size, epsilon, delta_stride,
+    BLOCK: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, DELTA_BIASED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     real = at < size
     x = tl.load(states + row * size + at, mask=real, other=0.0).to(tl.float32)
     x += tl.load(delta + row * delta_stride + at, mask=real, other=0.0).to(tl.float32)
+    if DELTA_BIASED:
+        x += tl.load(delta_bias + at, mask=real, other=0.0).to(tl.float32)
     rounded = x.to(out_sum.dtype.element_ty)
     tl.store(out_sum + row * size + at, rounded, mask=real)
     x = rounded.to(tl.float32)
@@ -107,27 +109,115 @@ def _add_norm(
     tl.store(out_norm + row * size + at, x.to(out_norm.dtype.element_ty), mask=real)
 
 
-def add_norm(states: Tensor, delta: Tensor, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def add_norm(states: Tensor, delta: Tensor, delta_bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
     rows, size = states.shape
     centred, bias = isinstance(norm, nn.LayerNorm), getattr(norm, "bias", None)
     epsilon = norm.eps if centred else norm.variance_epsilon
     total, normed = torch.empty_like(states), torch.empty_like(states)
     _add_norm[(rows,)](
-        states, delta, norm.weight, bias, total, normed, size, epsilon, delta.stride(0),
-        BLOCK=triton.next_power_of_2(size), CENTRED=centred, BIASED=bias is not None, num_warps=4,
+        states, delta, delta_bias, norm.weight, bias, total, normed, size, epsilon, delta.stride(0),
+        BLOCK=triton.next_power_of_2(size), CENTRED=centred, BIASED=bias is not None, DELTA_BIASED=delta_bias is not None,
+        num_warps=4,
     )  # fmt: skip
     return total, normed
 
 
 @triton.jit
+def _add_norm_gradient(
+    total, weight, of_total, of_norm, out, sums, rows, size, epsilon,
+    BLOCK: tl.constexpr, CENTRED: tl.constexpr, WITH_TOTAL: tl.constexpr,
+):  # fmt: skip
+    """Some rows: the gradient of each, and the sum over them: of it, and of those of the norm's weight and bias."""
+    program = tl.program_id(0)
+    at = tl.arange(0, BLOCK)
+    real = at < size
+    scale = tl.load(weight + at, mask=real, other=0.0).to(tl.float32)
+    own_sum = tl.zeros([BLOCK], tl.float32)
+    weight_sum = tl.zeros([BLOCK], tl.float32)
+    bias_sum = tl.zeros([BLOCK], tl.float32)
+    for row in range(program, rows, tl.num_programs(0)):
+        here = tl.cast(row, tl.int64) * size + at
+        x = tl.load(total + here, mask=real, other=0.0).to(tl.float32)
+        if CENTRED:
+            x = tl.where(real, x - tl.sum(x, 0) / size, 0.0)
+        deviation = tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
+        x = x * deviation
+        g = tl.load(of_norm + here, mask=real, other=0.0).to(tl.float32)
+        weight_sum += g * x
+        bias_sum += g
+        g = g * scale
+        slope = tl.sum(g * x, 0) / size
+        if CENTRED:
+            g = g - tl.sum(g, 0) / size
+        g = (g - x * slope) * deviation
+        if WITH_TOTAL:
+            g += tl.load(of_total + here, mask=real, other=0.0).to(tl.float32)
+        own_sum += g
+        tl.store(out + here, g.to(out.dtype.element_ty), mask=real)
+    sums += program * 3 * size
+    tl.store(sums + at, own_sum, mask=real)
+    tl.store(sums + size + at, weight_sum, mask=real)
+    tl.store(sums + 2 * size + at, bias_sum, mask=real)
+
+
+def add_norm_gradient(total: Tensor, norm: nn.Module, of_total: Tensor | None, of_norm: Tensor) -> tuple[Tensor, Tensor]:
+    """Of what was added [rows, size]; and [3, size]: the sum of that, and the gradients of the norm's weight and bias."""
+    rows, size = total.shape
+    centred = isinstance(norm, nn.LayerNorm)
+    programs, epsilon = min(rows, 1024), norm.eps if centred else norm.variance_epsilon
+    out, sums = torch.empty_like(total), total.new_empty(programs, 3, size, dtype=torch.float32)
+    _add_norm_gradient[(programs,)](
+        total, norm.weight, of_total, of_norm, out, sums, rows, size, epsilon,
+        BLOCK=triton.next_power_of_2(size), CENTRED=centred, WITH_TOTAL=of_total is not None, num_warps=4,
+    )  # fmt: skip
+    return out, sums.sum(0)
+
+
+@triton.jit
+def _column_sums(values, out, rows, columns, each, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Of some columns over `each` rows."""
+    column, part = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
+    last = tl.minimum(part * each + each, rows)
+    total = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for start in range(part * each, last, ROWS):
+        row = start + tl.arange(0, ROWS)
+        at = row.to(tl.int64)[:, None] * columns + column[None, :]
+        total += tl.load(values + at, mask=(row < last)[:, None] & (column < columns)[None, :], other=0.0).to(tl.float32)
+    tl.store(out + part * columns + column, tl.sum(total, 0), mask=column < columns)
+
+
+def column_sums(values: Tensor) -> Tensor:
+    """[rows, columns] -> float32 [columns]"""
+    rows, columns = values.shape
+    parts = max(1, min(32, rows // 64))
+    out = values.new_empty(parts, columns, dtype=torch.float32)
+    each = triton.cdiv(rows, parts)
+    _column_sums[(triton.cdiv(columns, 64), parts)](values, out, rows, columns, each, ROWS=64, COLUMNS=64, num_warps=4)
+    return out.sum(0)
+
+
+@triton.jit
+def _read(base, at, vocabulary, readable):
+    """Logits of a row, -inf beyond the vocabulary. Loads whose mask ends at an odd place would be of one number each."""
+    x = tl.load(base + at, mask=at < readable, other=float("-inf")).to(tl.float32)
+    return tl.where(at < vocabulary, x, float("-inf"))
+
+
+def _readable(logits: Tensor) -> int:
+    """How many columns of every row may be read: the vocabulary, and what a padded head gives beyond it."""
+    columns = triton.cdiv(logits.shape[1], 16) * 16
+    return columns if logits.stride(0) >= columns else logits.shape[1]
+
+
+@triton.jit
 def _chunk_maxima(
-    logits, maxima, block_max, block_sum, stride, vocabulary, chunks, blocks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
+    logits, maxima, block_max, block_sum, stride, vocabulary, readable, chunks, blocks, CHUNK: tl.constexpr, CHUNKS: tl.constexpr
 ):  # fmt: skip
     """One block of a row: the maximum of each chunk, and max and sum of exp of the block."""
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     chunk = block * CHUNKS + tl.arange(0, CHUNKS)
     at = chunk[:, None] * CHUNK + tl.arange(0, CHUNK)[None, :]
-    x = tl.load(logits + row * stride + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
+    x = _read(logits + row * stride, at, vocabulary, readable)
     best = tl.max(x, 1)
     tl.store(maxima + row * chunks + chunk, best, mask=chunk < chunks)
     highest = tl.max(best, 0)
@@ -149,6 +239,7 @@ def chunk_maxima(logits: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
         block_sum,
         logits.stride(0),
         vocabulary,
+        _readable(logits),
         chunks,
         blocks,
         CHUNK=chunk,
@@ -160,35 +251,96 @@ def chunk_maxima(logits: Tensor, chunk: int) -> tuple[Tensor, Tensor]:
 
 
 @triton.jit
-def _weigh(logits, log_sum, factor, stride, vocabulary, BLOCK: tl.constexpr):
+def _weigh(logits, log_sum, factor, stride, columns, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    real = at < vocabulary
+    real = at < columns
     x = tl.load(logits + row * stride + at, mask=real, other=0.0).to(tl.float32)
-    x = tl.exp(x - tl.load(log_sum + row)) * tl.load(factor + row)
+    x = tl.exp(tl.minimum(x - tl.load(log_sum + row), 0.0)) * tl.load(factor + row)  # columns beyond must not overflow
     tl.store(logits + row * stride + at, x.to(logits.dtype.element_ty), mask=real)
 
 
 def weigh(logits: Tensor, log_sum: Tensor, factor: Tensor) -> Tensor:
     """factor * softmax, in place."""
-    rows, vocabulary = logits.shape
-    _weigh[(rows, triton.cdiv(vocabulary, 4096))](logits, log_sum, factor, logits.stride(0), vocabulary, BLOCK=4096, num_warps=8)
+    rows, columns = logits.shape
+    _weigh[(rows, triton.cdiv(columns, 4096))](logits, log_sum, factor, logits.stride(0), columns, BLOCK=4096, num_warps=8)
     return logits
 
 
 @triton.jit
-def _draw(logits, uniform, top_p, chosen, stride, vocabulary, BLOCK: tl.constexpr, HALVINGS: tl.constexpr, WHOLE: tl.constexpr):
+def _divergence(logits, reference, found, log_sum, shift, stride, reference_stride, vocabulary, readable, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    ours, theirs = logits + row * stride, reference + row * reference_stride
+    at = tl.arange(0, BLOCK)
+    top = tl.full([], float("-inf"), tl.float32)
+    their_top = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    their_total = tl.full([], 0.0, tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        x, y = _read(ours, start + at, vocabulary, readable), _read(theirs, start + at, vocabulary, readable)
+        higher, their_higher = tl.maximum(top, tl.max(x, 0)), tl.maximum(their_top, tl.max(y, 0))
+        total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
+        their_total = their_total * tl.exp(their_top - their_higher) + tl.sum(tl.exp(y - their_higher), 0)
+        top, their_top = higher, their_higher
+    own_sum = top + tl.log(total)
+    ratio = own_sum - (their_top + tl.log(their_total))
+    divergence = tl.full([], 0.0, tl.float32)
+    for start in range(0, vocabulary, BLOCK):
+        x, y = _read(ours, start + at, vocabulary, readable), _read(theirs, start + at, vocabulary, readable)
+        divergence += tl.sum(tl.where(start + at < vocabulary, tl.exp(x - own_sum) * (x - y - ratio), 0.0), 0)
+    tl.store(found + row, divergence)
+    tl.store(log_sum + row, own_sum)
+    tl.store(shift + row, ratio + divergence)
+
+
+def divergence(logits: Tensor, reference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    rows, vocabulary = logits.shape
+    found, log_sum, shift = (logits.new_empty(rows, dtype=torch.float32) for _ in range(3))
+    _divergence[(rows,)](
+        logits, reference, found, log_sum, shift, logits.stride(0), reference.stride(0), vocabulary,
+        min(_readable(logits), _readable(reference)), BLOCK=4096, num_warps=8,
+    )  # fmt: skip
+    return found, log_sum, shift
+
+
+@triton.jit
+def _weigh_divergence(
+    logits, reference, log_sum, shift, factor, stride, reference_stride, columns, BLOCK: tl.constexpr
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = at < columns
+    x = tl.load(logits + row * stride + at, mask=real, other=0.0).to(tl.float32)
+    y = tl.load(reference + row * reference_stride + at, mask=real, other=0.0).to(tl.float32)
+    share = tl.exp(tl.minimum(x - tl.load(log_sum + row), 0.0)) * tl.load(factor + row)
+    x = share * (x - y - tl.load(shift + row))
+    tl.store(logits + row * stride + at, x.to(logits.dtype.element_ty), mask=real)
+
+
+def weigh_divergence(logits: Tensor, reference: Tensor, log_sum: Tensor, shift: Tensor, factor: Tensor) -> Tensor:
+    rows, columns = logits.shape
+    _weigh_divergence[(rows, triton.cdiv(columns, 4096))](
+        logits, reference, log_sum, shift, factor, logits.stride(0), reference.stride(0), columns, BLOCK=4096, num_warps=8
+    )
+    return logits
+
+
+@triton.jit
+def _draw(
+    logits, uniform, top_p, chosen, stride, vocabulary, readable,
+    BLOCK: tl.constexpr, HALVINGS: tl.constexpr, WHOLE: tl.constexpr,
+):  # fmt: skip
     """One row: halve the interval that holds the nucleus's lowest logit, then invert the distribution at `uniform`."""
     row = tl.program_id(0).to(tl.int64)
     base = logits + row * stride
     at = tl.arange(0, BLOCK)
     top = tl.full([], float("-inf"), tl.float32)
     for start in range(0, vocabulary, BLOCK):
-        x = tl.load(base + start + at, mask=start + at < vocabulary, other=float("-inf")).to(tl.float32)
+        x = _read(base, start + at, vocabulary, readable)
         top = tl.maximum(top, tl.max(x, 0))
     total = tl.full([], 0.0, tl.float32)
     for start in range(0, vocabulary, BLOCK):
-        x = tl.load(base + start + at, mask=start + at < vocabulary, other=float("-inf")).to(tl.float32)
+        x = _read(base, start + at, vocabulary, readable)
         total += tl.sum(tl.exp(x - top), 0)
     low, high, mass = top - 60.0, top + 0.0, total
     if WHOLE:
@@ -198,7 +350,7 @@ def _draw(logits, uniform, top_p, chosen, stride, vocabulary, BLOCK: tl.constexp
             middle = 0.5 * (low + high)
             above = tl.full([], 0.0, tl.float32)
             for start in range(0, vocabulary, BLOCK):
-                x = tl.load(base + start + at, mask=start + at < vocabulary, other=float("-inf")).to(tl.float32)
+                x = _read(base, start + at, vocabulary, readable)
                 above += tl.sum(tl.where(x >= middle, tl.exp(x - top), 0.0), 0)
             enough = above >= top_p * total
             low = tl.where(enough, middle, low)
@@ -209,7 +361,7 @@ def _draw(logits, uniform, top_p, chosen, stride, vocabulary, BLOCK: tl.constexp
     token = tl.full([], -1, tl.int32)
     last = tl.full([], 0, tl.int32)
     for start in range(0, vocabulary, BLOCK):
-        x = tl.load(base + start + at, mask=start + at < vocabulary, other=float("-inf")).to(tl.float32)
+        x = _read(base, start + at, vocabulary, readable)
         inside = x >= low
         p = tl.where(inside, tl.exp(x - top), 0.0)
         cumulative = before + tl.cumsum(p, 0)
@@ -230,6 +382,7 @@ def draw(logits: Tensor, top_p: float, uniform: Tensor) -> Tensor:
         chosen,
         logits.stride(0),
         logits.shape[1],
+        _readable(logits),
         BLOCK=4096,
         HALVINGS=30 if logits.dtype == torch.float32 else 18,
         WHOLE=top_p >= 1.0,

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from calibeam import seq2seq
-from calibeam.engine.packing import Forced
+from calibeam.engine.packing import Forced, Source, plant
 
 
 def sequence_log_p(
@@ -19,5 +19,5 @@ def sequence_log_p(
     """
     if mask is None:
         mask = seq2seq.sequence_mask(token_ids, seq2seq.special_ids(model).eos)
-    states = seq2seq.encode(model, input_ids, attention_mask)
-    return Forced(model, states, attention_mask, token_ids, mask).log_p()
+    tree = plant(model, token_ids, mask)
+    return Forced(Source(model, input_ids, attention_mask), tree).log_p()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -127,14 +129,76 @@ def attend(
     return attended.transpose(1, 2).reshape(slots * rows, -1)
 
 
-def add_norm(states: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    """states + delta, and that normalised. [rows, size] each"""
+def add_norm(states: Tensor, delta: Tensor | None, norm: nn.Module, delta_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """states + delta + delta_bias, and that normalised. [..., size] each"""
     if by_kernel(states) and delta is not None:
+        return _AddNorm.apply(states, delta, delta_bias, norm, norm.weight, getattr(norm, "bias", None))  # type: ignore[no-untyped-call]
+    for each in (delta, delta_bias):
+        states = states if each is None else states + each
+    return states, norm(states)
+
+
+class _AddNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, delta: Tensor, delta_bias: Tensor | None, norm: nn.Module, *norm_weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
         from calibeam.engine import kernels
 
-        return kernels.add_norm(states, delta, norm)
-    states = states if delta is None else states + delta
-    return states, norm(states)
+        ctx.set_materialize_grads(False)
+        ctx.norm, ctx.dtypes = norm, [None if each is None else each.dtype for each in (delta, delta_bias, *norm_weights)]
+        ctx.shape, size = states.shape, states.shape[-1]
+        total, normed = kernels.add_norm(states.reshape(-1, size), delta.reshape(-1, size), delta_bias, norm)
+        ctx.save_for_backward(total)
+        return total.view_as(states), normed.view_as(states)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        from calibeam.engine import kernels
+
+        (total,), (of_total, of_norm) = ctx.saved_tensors, gradients
+        flat = of_total if of_total is None else of_total.reshape(total.shape)
+        sums: Sequence[Tensor | None] = (None, None, None)
+        if of_norm is None:
+            of_states = flat
+            sums = (None if flat is None else flat.sum(0), None, None)
+        else:
+            of_states, every = kernels.add_norm_gradient(total, ctx.norm, flat, of_norm.reshape(total.shape))
+            sums = every.to(ctx.norm.weight.dtype).unbind()
+        of_states = None if of_states is None else of_states.view(ctx.shape)
+        found = zip((of_states, *sums), ctx.dtypes, strict=True)
+        of_delta, of_bias, *of_norm_weights = (None if g is None or dtype is None else g.to(dtype) for g, dtype in found)
+        return of_states, of_delta, of_bias, None, *of_norm_weights
+
+
+def linear(states: Tensor, layer: nn.Linear) -> Tensor:
+    """The layer's output. Its bias's gradient is a sum over many rows of few columns each, which PyTorch is slow at."""
+    if type(layer) is not nn.Linear or layer.bias is None or not (by_kernel(states) and torch.is_grad_enabled()):
+        return layer(states)
+    return _BiasGradient.apply(F.linear(states, layer.weight, layer.bias.detach()), layer.bias)  # type: ignore[no-untyped-call]
+
+
+def product(states: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    """The layer's output less a bias, and the bias: `add_norm` adds it, and sums up its gradient, at no cost."""
+    if type(layer) is not nn.Linear or not by_kernel(states):
+        return layer(states), None
+    return F.linear(states, layer.weight), layer.bias
+
+
+class _BiasGradient(torch.autograd.Function):
+    """Gives back what it is given, in which the bias is already."""
+
+    @staticmethod
+    def forward(ctx: Any, product: Tensor, bias: Tensor) -> Tensor:
+        ctx.dtype = bias.dtype
+        return product.view_as(product)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        from calibeam.engine import kernels
+
+        (gradient,) = gradients
+        return gradient, kernels.column_sums(gradient.reshape(-1, gradient.shape[-1])).to(ctx.dtype)
 
 
 def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,6 +243,29 @@ def weigh(logits: Tensor, log_sum: Tensor, factor: Tensor) -> Tensor:
 
         return kernels.weigh(logits, log_sum, factor)
     return logits.sub_(log_sum[:, None]).exp_().mul_(factor[:, None])
+
+
+def divergence(logits: Tensor, reference: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """KL(softmax(logits) || softmax(reference)) of every row, and two numbers of each that its gradient needs."""
+    if by_kernel(logits):
+        from calibeam.engine import kernels
+
+        return kernels.divergence(logits, reference)
+    logits, reference = wide(logits), wide(reference)
+    log_sum = logits.logsumexp(-1)
+    ratio = log_sum - reference.logsumexp(-1)
+    found = ((logits - log_sum[:, None]).exp() * (logits - reference - ratio[:, None])).sum(-1)
+    return found, log_sum, ratio + found
+
+
+def weigh_divergence(logits: Tensor, reference: Tensor, log_sum: Tensor, shift: Tensor, factor: Tensor) -> Tensor:
+    """factor times the gradient of `divergence` by the logits, in their place. [rows, vocabulary]"""
+    if by_kernel(logits):
+        from calibeam.engine import kernels
+
+        return kernels.weigh_divergence(logits, reference, log_sum, shift, factor)
+    difference = logits - reference - shift[:, None]
+    return logits.sub_(log_sum[:, None]).exp_().mul_(factor[:, None]).mul_(difference)
 
 
 def draw(logits: Tensor, top_p: float, uniform: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -20,98 +21,206 @@ from torch.utils.checkpoint import checkpoint
 
 from calibeam import families, seq2seq
 from calibeam.engine import ops
-from calibeam.paper import likelihood
+from calibeam.engine.graphs import room
+from calibeam.paper import likelihood, regularization
 
 CHUNK = 2048  # tokens whose logits are held at once
+Delta = tuple[Tensor, Tensor | None]
+"""What a part of a block adds to its input: a product, and the bias that is still to be added to it."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much room the sequences of a batch take: what must be known of them before a GPU begins."""
+
+    nodes: int | None
+    """Of the source that has most. None: the sequences stand one after another, each a row of its own."""
+    existing: int
+    """Of all sources."""
+
+
+def plan(token_ids: Tensor, mask: Tensor, size: int, device: torch.device) -> Plan:
+    """For sequences [batch, sequences, length], kept on the host: a tree, or one after another where that is less work.
+
+    size: of the model's states, beside which attention over many nodes costs little or much.
+    """
+    batch, sequences, length = token_ids.shape
+    count = _distinct_prefixes(token_ids.numpy(), mask.numpy())
+    nodes = -room(int(count.max()), device, per_octave=4) // 8 * -8  # attention's kernels want multiples of 8
+    if nodes * (6 * size + nodes) < sequences * length * (6 * size + length):
+        return Plan(nodes, min(room(int(count.sum()), device, per_octave=4), batch * nodes))
+    return Plan(None, min(room(int(mask.sum()), device, per_octave=4), mask.numel()))
+
+
+def _distinct_prefixes(token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """How many each source has, of those that a token follows. [batch]"""
+    rows = np.ascontiguousarray(np.where(mask, token_ids, -1))
+    # Sorted, by whatever order of tokens, a sequence stands beside the one it shares most with.
+    rows = np.sort(rows.view(f"V{rows.itemsize * rows.shape[-1]}"), axis=1).view(rows.dtype).reshape(mask.shape)
+    length = (rows >= 0).sum(-1)
+    shared = np.cumprod(rows[:, 1:] == rows[:, :-1], axis=-1).sum(-1) + 1
+    return length.sum(1) - np.minimum(shared, np.minimum(length[:, 1:], length[:, :-1])).sum(1)
 
 
 @dataclass(frozen=True)
 class Tree:
-    """The sequences of every source as nodes."""
+    """Sequences of every source as nodes."""
 
+    token_ids: Tensor
+    """[batch, sequences, length]"""
+    mask: Tensor
+    """bool [batch, sequences, length]: the tokens that count"""
     tokens: Tensor
     """[batch, nodes]: what the decoder reads at each node."""
     depth: Tensor
     """[batch, nodes]: its position."""
-    exists: Tensor
-    """bool [batch, nodes]"""
+    existing: Tensor
+    """The nodes that exist, and perhaps some more, as places in [batch * nodes]."""
     reach: Tensor | None
     """bool [batch, nodes, nodes]: whom a node sees. None: rows of as many nodes as a sequence is long, each causal."""
     place: Tensor
     """[batch, sequences, length]: the node that predicts each token."""
 
 
-def plant(token_ids: Tensor, mask: Tensor, start: int, size: int) -> Tree:
-    """The tree of sequences [batch, sequences, length], or the sequences one after another where that is less work.
-
-    size: of the model's states, which decides what attention over many nodes costs beside the rest.
-    """
+def plant(model: Any, token_ids: Tensor, mask: Tensor, planned: Plan | None = None) -> Tree:
+    """The tree of sequences [batch, sequences, length]. Only without a plan does this wait for a GPU."""
+    if planned is None:
+        planned = plan(token_ids.cpu(), mask.cpu(), model.config.hidden_size, mask.device)
     batch, sequences, length = token_ids.shape
-    shifted = seq2seq.shifted(token_ids, start)
+    shifted = seq2seq.shifted(token_ids, seq2seq.special_ids(model).start)
+    every_place, every_depth = (torch.arange(n, device=mask.device) for n in (sequences * length, length))
+    if planned.nodes is None:
+        place, depth = (
+            every_place.view(1, sequences, length).expand(batch, -1, -1),
+            every_depth.repeat(sequences).expand(batch, -1),
+        )
+        return Tree(token_ids, mask, shifted.flatten(1), depth, _first(mask.flatten(), planned.existing), None, place)
     # A prefix of several sequences belongs to the first of them: owner [batch, sequences, length].
     same = (shifted[:, :, None] == shifted[:, None]) & mask[:, :, None] & mask[:, None]
-    owner = (same.cumsum(-1) == torch.arange(1, length + 1, device=mask.device)).int().argmax(2)
-    every = torch.arange(sequences, device=mask.device)[:, None]
-    is_new = (owner == every) & mask
-    count = is_new.flatten(1).sum(1)
-    nodes = -int(count.max()) // 8 * -8  # attention's kernels want multiples of 8
-    if nodes * (6 * size + nodes) >= sequences * length * (6 * size + length):
-        place = torch.arange(sequences * length, device=mask.device).view(1, sequences, length).expand(batch, -1, -1)
-        depth = torch.arange(length, device=mask.device).repeat(sequences).expand(batch, -1)
-        return Tree(shifted.flatten(1), depth, mask.flatten(1), None, place)
-    number = (is_new.flatten(1).cumsum(1) - 1).clamp(min=0).view_as(owner)
-    place = number.gather(1, owner)
-    exists = torch.arange(nodes, device=mask.device) < count[:, None]
+    owner = (same.cumsum(-1) == every_depth + 1).int().argmax(2)
+    is_new = ((owner == torch.arange(sequences, device=mask.device)[:, None]) & mask).flatten(1)
+    number = (is_new.cumsum(1) - 1).clamp(min=0)
+    place = number.view_as(owner).gather(1, owner)
+    nodes = planned.nodes
+    every_node = torch.arange(nodes, device=mask.device)
+    exists = every_node < is_new.sum(1, keepdim=True)
+    number = number.masked_fill(~is_new, nodes)  # one beyond, for what is no node
 
     def of_nodes(values: Tensor) -> Tensor:
         """Values of prefixes [batch, sequences, length, ...], of those that are nodes."""
-        return values.new_zeros(batch, nodes, *values.shape[3:]).masked_scatter_(
-            exists.view(*exists.shape, *[1] * (values.dim() - 3)), values[is_new]
-        )
+        values = values.flatten(1, 2)
+        index = number.view(*number.shape, *[1] * (values.dim() - 2)).expand_as(values)
+        return values.new_zeros(batch, nodes + 1, *values.shape[2:]).scatter_(1, index, values)[:, :nodes]
 
-    depth = of_nodes(torch.arange(length, device=mask.device).expand_as(owner))
+    depth = of_nodes(every_depth.expand_as(owner))
     path = of_nodes(place[:, :, None].expand(-1, -1, length, -1))  # of a node: the nodes of its sequence, by depth
-    ancestor = path.gather(2, depth[:, None].expand(-1, nodes, -1)) == torch.arange(nodes, device=mask.device)
+    ancestor = path.gather(2, depth[:, None].expand(-1, nodes, -1)) == every_node
     reach = ancestor & (depth[:, None] <= depth[:, :, None]) & exists[:, None]
-    reach |= torch.eye(nodes, dtype=torch.bool, device=mask.device)  # also where nothing exists: attention wants a key
-    return Tree(of_nodes(shifted), depth, exists, reach, place)
+    reach |= every_node[:, None] == every_node  # also where nothing exists: attention wants a key
+    return Tree(token_ids, mask, of_nodes(shifted), depth, _first(exists.flatten(), planned.existing), reach, place)
 
 
-def write(anatomy: families.Anatomy, tree: Tree, source_states: Tensor, source_mask: Tensor) -> Tensor:
-    """The decoder's output states at every node. [batch, nodes, size]"""
-    batch, nodes = tree.tokens.shape
-    length = nodes if tree.reach is not None else tree.place.shape[-1]
-    source_mask = source_mask.bool()
-    every_mask = None if bool(source_mask.all()) else source_mask[:, None, None]  # without one, attention is faster
-    own_mask = None if tree.reach is None else tree.reach[:, None]
-    if anatomy.bias_of_distance is not None:
-        depth = tree.depth if tree.reach is not None else tree.depth[:1, :length]
-        own_mask = _biased(anatomy.bias_of_distance(int(tree.depth.max()) + 1), depth, own_mask)
+def _first(chosen: Tensor, count: int) -> Tensor:
+    """The places of what is chosen, followed by some of the others if there are fewer than `count`."""
+    return chosen.int().argsort(descending=True, stable=True)[:count]
 
-    def heads(states: Tensor, rows: int) -> Tensor:
-        """[batch, n, size] -> [rows, heads, ..., head size]"""
-        return states.view(rows, -1, anatomy.heads, states.shape[-1] // anatomy.heads).transpose(1, 2)
 
-    def attend(layer: families.Attention, states: Tensor, seen: Tensor, mask: Tensor | None, rows: int) -> Tensor:
-        query, key, value = (heads(part, rows) for part in (layer.query(states), layer.key(seen), layer.value(seen)))
-        mask = mask.to(query.dtype) if mask is not None and mask.is_floating_point() else mask
-        causal = mask is None and seen is states
-        attended = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=anatomy.scaling)
-        return layer.out(attended.transpose(1, 2).reshape(batch, nodes, -1))
+class Source:
+    """Sources as a decoder sees them: encoded once, their keys and values projected once, for all their sequences."""
 
-    def attend_own(states: Tensor, layer: families.Attention) -> Tensor:
-        return attend(layer, states, states, own_mask, batch * nodes // length)
+    def __init__(self, model: Any, input_ids: Tensor, attention_mask: Tensor, *, whole: bool | None = None) -> None:
+        """whole: whether the mask keeps everything, which makes attention faster. Only if not given is a GPU waited for."""
+        self.model, self.mask, self.anatomy = model, attention_mask.bool(), families.anatomy(model)
+        encoder = families.encoder(model)
+        if self.anatomy is None or encoder is None:
+            self.states = seq2seq.encode(model, input_ids, attention_mask)
+            return
+        whole = bool(self.mask.all()) if whole is None else whole
+        self._seen = None if whole else self.mask[:, None, None]
+        self.states = encode(encoder, input_ids, self._seen)
+        self._keys_and_values = [
+            [_heads(ops.linear(self.states, part), self.anatomy.heads) for part in (block.cross.key, block.cross.value)]
+            for block in self.anatomy.blocks
+            if block.cross is not None
+        ]
 
-    def attend_source(states: Tensor, layer: families.Attention) -> Tensor:
-        return attend(layer, states, source_states, every_mask, batch)
+    def write(self, tree: Tree) -> Tensor:
+        """The decoder's output states at every node. [batch, nodes, size]"""
+        anatomy, length = self.anatomy, tree.place.shape[-1]
+        assert anatomy is not None
+        # Where every sequence is a row of its own, causal attention needs no mask.
+        row = length if tree.reach is None else tree.tokens.shape[1]
+        mask = None if tree.reach is None else tree.reach[:, None]
+        if anatomy.bias is not None:
+            depth = tree.depth if tree.reach is not None else tree.depth[:1, :length]
+            mask = _biased(anatomy.bias_of_distance(length), depth, mask)
+
+        def attend_source(states: Tensor, layer: families.Attention, key: Tensor, value: Tensor) -> Delta:
+            query = _heads(ops.linear(states, layer.query), anatomy.heads)
+            return _attend(anatomy, layer, states.shape[:-1], query, key, value, self._seen)
+
+        def parts() -> Iterator[families.Part]:
+            for block, (key, value) in zip(anatomy.blocks, self._keys_and_values, strict=True):
+                assert block.cross is not None
+                yield partial(_attend_own, anatomy, block.own, row, mask, mask is None), block.own.norm
+                yield partial(attend_source, layer=block.cross, key=key, value=value), block.cross.norm
+                yield partial(_feed_forward, block), block.feed_forward_norm
+
+        return anatomy.run(anatomy.embed(tree.tokens, tree.depth), parts(), _add_norm)
+
+
+def encode(encoder: families.Stack, input_ids: Tensor, seen: Tensor | None) -> Tensor:
+    """The encoder's output states [batch, length, size], as Hugging Face computes them. seen: bool [batch, 1, 1, length]"""
+    length = input_ids.shape[1]
+    positions = torch.arange(length, device=input_ids.device).expand_as(input_ids)
+    if encoder.bias is not None:
+        bias = encoder.bias(length)[None]
+        seen = bias if seen is None else bias.masked_fill(~seen, float("-inf"))
 
     def parts() -> Iterator[families.Part]:
-        for block in anatomy.blocks:
-            yield partial(attend_own, layer=block.own), block.own.norm
-            yield partial(attend_source, layer=block.cross), block.cross.norm
-            yield block.feed_forward, block.feed_forward_norm
+        for block in encoder.blocks:
+            yield partial(_attend_own, encoder, block.own, length, seen, False), block.own.norm
+            yield partial(_feed_forward, block), block.feed_forward_norm
 
-    return anatomy.run(anatomy.embed(tree.tokens, tree.depth), parts(), _add_norm)
+    return encoder.run(encoder.embed(input_ids, positions), parts(), _add_norm)
+
+
+def _attend_own(
+    stack: families.Stack, layer: families.Attention, row: int, seen: Tensor | None, causal: bool, states: Tensor
+) -> Delta:
+    """Attention of states [batch, n, size] to those of the same row, of which there are so many."""
+    query, key, value = (
+        _heads(ops.linear(states, part).view(-1, row, part.out_features), stack.heads)
+        for part in (layer.query, layer.key, layer.value)
+    )
+    return _attend(stack, layer, states.shape[:-1], query, key, value, seen, causal)
+
+
+def _attend(
+    stack: families.Stack, layer: families.Attention, shape: torch.Size, query: Tensor, key: Tensor, value: Tensor,
+    seen: Tensor | None, causal: bool = False,
+) -> Delta:  # fmt: skip
+    seen = seen.to(query.dtype) if seen is not None and seen.is_floating_point() else seen
+    found = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, is_causal=causal, scale=stack.scaling)
+    return ops.product(found.transpose(1, 2).reshape(*shape, -1), layer.out)
+
+
+def _feed_forward(block: families.Block, states: Tensor) -> Delta:
+    activated = block.activation(ops.linear(states, block.expand[0]))
+    activated = activated * ops.linear(states, block.expand[1]) if len(block.expand) > 1 else activated
+    if activated.dtype == states.dtype != block.contract.weight.dtype and not torch.is_autocast_enabled(states.device.type):
+        return block.contract(activated.to(block.contract.weight.dtype)).to(states.dtype), None  # T5 keeps it in float32
+    return ops.product(activated, block.contract)
+
+
+def _add_norm(states: Tensor, delta: Delta | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+    change, bias = delta or (None, None)
+    return ops.add_norm(states, change, norm, bias)
+
+
+def _heads(states: Tensor, heads: int) -> Tensor:
+    """[rows, length, size] -> [rows, heads, length, size of a head]"""
+    return states.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def _biased(bias: Tensor, depth: Tensor, reach: Tensor | None) -> Tensor:
@@ -121,69 +230,64 @@ def _biased(bias: Tensor, depth: Tensor, reach: Tensor | None) -> Tensor:
     return bias[:, distance.clamp(min=0)].transpose(0, 1).masked_fill(~seen, float("-inf"))
 
 
-def _add_norm(states: Tensor, delta: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
-    states = states if delta is None else states + delta
-    return states, norm(states)
-
-
 class Forced:
-    """What a decoder made of sequences [batch, sequences, length] that it was given, of sources that are encoded."""
+    """What a decoder made of sequences that it was given, of sources that are encoded."""
 
-    def __init__(self, model: Any, source_states: Tensor, source_mask: Tensor, token_ids: Tensor, mask: Tensor) -> None:
-        self._model, self._token_ids, self._mask = model, token_ids, mask
-        self._source = (source_states, source_mask)
-        self._anatomy = families.anatomy(model)
-        if self._anatomy is not None:
-            size = self._anatomy.head_weight.shape[1]
-            self._tree = plant(token_ids, mask, seq2seq.special_ids(model).start, size)
-            self._nodes = write(self._anatomy, self._tree, source_states, source_mask)
+    def __init__(self, source: Source, tree: Tree) -> None:
+        self._source, self._tree, self._head = source, tree, source.anatomy
+        if self._head is not None:
+            self._nodes = source.write(tree)
 
     def states(self) -> Tensor:
         """The decoder's output states, which predict each token. [batch, sequences, length, size]"""
-        if self._anatomy is None:
-            return seq2seq.force_states(self._model, *self._source, self._token_ids)
+        if self._head is None:
+            return seq2seq.force_states(self._source.model, self._source.states, self._source.mask, self._tree.token_ids)
         index = self._tree.place.flatten(1)[..., None].expand(-1, -1, self._nodes.shape[-1])
-        return self._nodes.gather(1, index).view(*self._token_ids.shape, -1)
+        return self._nodes.gather(1, index).view(*self._tree.token_ids.shape, -1)
 
     def log_p(self) -> Tensor:
         """log P(y|x) of every sequence. [batch, sequences]"""
-        if self._anatomy is None:
-            return likelihood.sequence_log_p(likelihood.token_log_p(self._logits, self._token_ids), self._mask)
-        tree, head = self._tree, self._anatomy
-        exists = tree.exists
-        log_sum: Tensor = LogSum.apply(  # type: ignore[no-untyped-call]
-            self._nodes[exists] * head.head_scale, head.head_weight, head.head_bias
-        )
-        every_log_sum = log_sum.new_zeros(exists.shape).masked_scatter(exists, log_sum)
+        tree, head = self._tree, self._head
+        if head is None:
+            return likelihood.sequence_log_p(likelihood.token_log_p(self._logits, tree.token_ids), tree.mask)
+        nodes = self._nodes.flatten(0, 1)[tree.existing] * head.head_scale
+        log_sum: Tensor = LogSum.apply(nodes, head.head_weight, head.head_bias)  # type: ignore[no-untyped-call]
+        every_log_sum = log_sum.new_zeros(tree.tokens.numel()).index_copy(0, tree.existing, log_sum).view_as(tree.tokens)
         # The logit of each token: the scalar product of the state that predicts it with the token's own weights.
         states = likelihood.wide(self.states()) * head.head_scale
-        logit = (states * likelihood.wide(F.embedding(self._token_ids, head.head_weight))).sum(-1)
+        logit = (states * likelihood.wide(F.embedding(tree.token_ids, head.head_weight))).sum(-1)
         if head.head_bias is not None:
-            logit = logit + head.head_bias[self._token_ids]
+            logit = logit + head.head_bias[tree.token_ids]
         log_p = logit - every_log_sum.gather(1, tree.place.flatten(1)).view_as(logit)
-        return likelihood.sequence_log_p(log_p, self._mask)
+        return likelihood.sequence_log_p(log_p, tree.mask)
 
     def regularization(self, function: Callable[..., Tensor], reference: Forced | None) -> Tensor:
         """A function of Eq. 2 on the first sequence of every source, some sources at a time. [batch]"""
-        states, reference_states = self._first_states(), None if reference is None else reference._first_states()
+        tree, states = self._tree, self._first_states()
+        reference_states = None if reference is None else reference._first_states()
+        if function is regularization.kl and self._head and reference and reference._head and reference_states is not None:
+            scaled = (each.flatten(0, 1) * self._head.head_scale for each in (states, reference_states))
+            heads = (part for head in (self._head, reference._head) for part in (head.head_weight, head.head_bias))
+            divergence: Tensor = Divergence.apply(*scaled, *heads)  # type: ignore[no-untyped-call]
+            return divergence.view_as(tree.mask[:, 0]).masked_fill(~tree.mask[:, 0], 0.0).sum(-1)
 
         def some(part: Tensor, of: slice) -> Tensor:
-            theirs = None if reference is None or reference_states is None else reference._first_logits(reference_states, of)
-            return function(self._first_logits(part, slice(None)), theirs, self._token_ids[of, 0], self._mask[of, 0])
+            theirs = None if reference is None or reference_states is None else reference._first_logits(reference_states[of])
+            return function(self._first_logits(part), theirs, tree.token_ids[of, 0], tree.mask[of, 0])
 
-        at_once = max(1, CHUNK // self._token_ids.shape[-1])
+        at_once = max(1, CHUNK // tree.mask.shape[-1])
         slices = [slice(first, first + at_once) for first in range(0, len(states), at_once)]
         return torch.cat([_checkpointed(some, states[of], of) for of in slices])
 
     def _first_states(self) -> Tensor:
-        return self._logits[:, 0] if self._anatomy is None else self.states()[:, 0]
+        return self._logits[:, 0] if self._head is None else self.states()[:, 0]
 
-    def _first_logits(self, states: Tensor, of: slice) -> Tensor:
-        return states[of] if self._anatomy is None else self._anatomy.logits(states[of])
+    def _first_logits(self, states: Tensor) -> Tensor:
+        return states if self._head is None else self._head.logits(states)
 
     @cached_property
     def _logits(self) -> Tensor:
-        return seq2seq.force(self._model, *self._source, self._token_ids)
+        return seq2seq.force(self._source.model, self._source.states, self._source.mask, self._tree.token_ids)
 
 
 class LogSum(torch.autograd.Function):
@@ -191,32 +295,95 @@ class LogSum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        autocast = torch.is_autocast_enabled(states.device.type)
-        ctx.dtype = torch.get_autocast_dtype(states.device.type) if autocast else states.dtype
-        with torch.autocast(states.device.type, enabled=False):
-            head = families.aligned(weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype))
-            chunks = states.to(ctx.dtype).split(CHUNK)
-            log_sum = torch.cat([ops.log_sum_exp(F.linear(part, *head)[:, : len(weight)]) for part in chunks])
-        ctx.save_for_backward(states, weight, bias, log_sum)
+        ctx.head = _Head(states, weight, bias)
+        with ctx.head as head:
+            log_sum = torch.cat([ops.log_sum_exp(head.logits(part)) for part in states.split(CHUNK)])
+        ctx.save_for_backward(states, log_sum)
         return log_sum
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        (gradient,), (states, weight, bias, log_sum) = gradients, ctx.saved_tensors
-        with torch.autocast(states.device.type, enabled=False):
-            head = families.aligned(weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype))
-            of_states, of_weight = torch.empty_like(states, dtype=ctx.dtype), torch.zeros_like(head[0])
-            of_bias = torch.zeros(len(head[0]), dtype=log_sum.dtype, device=weight.device)
-            parts = (states.to(ctx.dtype), log_sum, gradient, of_states)
-            for part, sums, factor, result in zip(*(each.split(CHUNK) for each in parts), strict=True):
-                share = F.linear(part, *head)
-                ops.weigh(share[:, : len(weight)], sums, factor)  # the columns beyond are 0 and stay 0
-                torch.mm(share, head[0], out=result)
-                of_weight.addmm_(share.T, part)
-                if ctx.needs_input_grad[2]:
-                    of_bias += share.sum(0, dtype=of_bias.dtype)
-        of_weight, of_bias = of_weight[: len(weight)], of_bias[: len(weight)]
-        return of_states.to(states.dtype), of_weight.to(weight.dtype), of_bias.to(bias.dtype) if ctx.needs_input_grad[2] else None
+        (gradient,), (states, log_sum) = gradients, ctx.saved_tensors
+
+        def of_logits(of: slice) -> Tensor:
+            return ops.weigh(ctx.head.padded_logits(states[of]), log_sum[of], gradient[of])
+
+        with ctx.head as head:
+            return head.gradients(states, of_logits, with_bias=ctx.needs_input_grad[2])
+
+
+class Divergence(torch.autograd.Function):
+    """KL(current || reference) of the distributions that states [rows, size] give, some rows at a time. [rows]"""
+
+    @staticmethod
+    def forward(
+        ctx: Any, states: Tensor, reference: Tensor, weight: Tensor, bias: Tensor | None,
+        reference_weight: Tensor, reference_bias: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.head, ctx.reference_head = _Head(states, weight, bias), _Head(states, reference_weight, reference_bias)
+        parts = zip(states.split(CHUNK), reference.split(CHUNK), strict=True)
+        with ctx.head as head, ctx.reference_head as reference_head:
+            found = [ops.divergence(head.logits(ours), reference_head.logits(theirs)) for ours, theirs in parts]
+        divergence, log_sum, shift = (torch.cat(each) for each in zip(*found, strict=True))
+        ctx.save_for_backward(states, reference, log_sum, shift)
+        return divergence
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,), (states, reference, log_sum, shift) = gradients, ctx.saved_tensors
+
+        def of_logits(of: slice) -> Tensor:
+            logits, theirs = ctx.head.padded_logits(states[of]), ctx.reference_head.padded_logits(reference[of])
+            return ops.weigh_divergence(logits, theirs, log_sum[of], shift[of], gradient[of])
+
+        with ctx.head as head, ctx.reference_head:
+            of_states, of_weight, of_bias = head.gradients(states, of_logits, with_bias=ctx.needs_input_grad[3])
+        return of_states, None, of_weight, of_bias, None, None
+
+
+class _Head:
+    """An output head, in the type and the form that its products want while it is open."""
+
+    def __init__(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        device = states.device.type
+        self._dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+        self._weight, self._bias, self._autocast = weight, bias, torch.autocast(device, enabled=False)
+
+    def __enter__(self) -> _Head:
+        bias = None if self._bias is None else self._bias.to(self._dtype)
+        self._aligned = families.aligned(self._weight.to(self._dtype), bias)
+        self._autocast.__enter__()
+        return self
+
+    def __exit__(self, *reason: Any) -> None:
+        self._autocast.__exit__(*reason)
+        del self._aligned  # which may be a copy
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self.padded_logits(states)[:, : len(self._weight)]
+
+    def padded_logits(self, states: Tensor) -> Tensor:
+        return F.linear(states.to(self._dtype), *self._aligned)
+
+    def gradients(
+        self, states: Tensor, of_logits: Callable[[slice], Tensor], with_bias: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Of states, weight and bias, given a function for the gradients of the logits of some rows, padded as they are.
+
+        In the padding the head is 0, so whatever stands there is lost.
+        """
+        weight, size = self._aligned[0], len(self._weight)
+        of_states, of_weight = torch.empty_like(states, dtype=self._dtype), torch.zeros_like(weight)
+        of_bias = torch.zeros(len(weight), dtype=likelihood.wide(states[:0]).dtype, device=weight.device)
+        for first in range(0, len(states), CHUNK):
+            of = slice(first, first + CHUNK)
+            share = of_logits(of)
+            torch.mm(share, weight, out=of_states[of])
+            of_weight.addmm_(share.T, states[of].to(self._dtype))
+            if with_bias:
+                of_bias += share.sum(0, dtype=of_bias.dtype)
+        own_bias = of_bias[:size].to(self._bias.dtype) if with_bias and self._bias is not None else None
+        return of_states.to(states.dtype), of_weight[:size].to(self._weight.dtype), own_bias
 
 
 def _checkpointed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:

@@ -23,7 +23,8 @@ from calibeam.training import SELECTIONS, Problem, TrainingConfig, train
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
-    from calibeam.engine.packing import Forced
+    from calibeam.engine.graphs import Batch
+    from calibeam.engine.packing import Forced, Tree
     from calibeam.seq2seq import Seq2Seq
 
 
@@ -64,14 +65,15 @@ def run(config: Config, *, force: bool = False) -> Path:
     targets, targets_cut = model.encode_targets([examples[row["id"]].targets[0] for row in rows], config.max_target_length)
     validation = Validation(model, data.examples("validation"), config)
 
-    def loss(batch: Sequence[int], generator: Generator) -> tuple[Tensor, dict[str, float]]:
-        return step.loss([sources[i] for i in batch], [targets[i] for i in batch], [rows[i] for i in batch], generator)
+    def batch(some: Sequence[int], generator: Generator) -> Batch:
+        return step.batch([sources[i] for i in some], [targets[i] for i in some], [rows[i] for i in some], generator)
 
     problem = Problem(
         ids=[row["id"] for row in rows],
         lengths=[len(source) for source in sources],
         weights=[1] * len(rows),
-        loss=loss,
+        batch=batch,
+        loss=step.loss,
         validate=lambda: validation.measure("rouge", "perplexity"),
         dropout=False,
     )
@@ -98,45 +100,61 @@ class CalibrationStep:
         self._regularizer = config.regularizer if callable(config.regularizer) else REGULARIZERS[config.regularizer]
         self._sample = self._loss in PAIR_LOSSES and config.pairs == "sampled"
         self._beta, self._similarity = config.beta, config.similarity
+        self._longest_source, self._longest_target = config.max_source_length, config.max_target_length
         self.reg_weight = 1e-5 / config.learning_rate if config.reg_weight is None else config.reg_weight
 
-    def loss(
+    def batch(
         self,
         sources: Sequence[Sequence[int]],
         targets: Sequence[Sequence[int]],
         rows: Sequence[dict[str, Any]],
         generator: Generator,
-    ) -> tuple[Tensor, dict[str, float]]:
-        """Summed over the examples, with figures to show, summed likewise."""
-        import torch
+    ) -> Batch:
+        """What `loss` reads, on the host."""
+        from calibeam.engine.packing import plan
 
-        from calibeam import seq2seq
-        from calibeam.engine.packing import Forced
-
-        device, model = self._model.device, self._model.model
+        tuned, most = self._model, max(len(ids) for row in rows for ids in row["token_ids"])
         similarity, exists, candidates = self._choose(rows, generator)
-        similarity, exists = similarity.to(device), exists.to(device)
-        input_ids, mask = self._model.batch(sources)
-        target, target_mask = (each[:, None] for each in self._model.batch(targets))
-        token_ids, token_mask = (each.view(len(rows), -1, each.shape[-1]) for each in self._model.batch(candidates))
-        with self._same_kernels():
-            states = seq2seq.encode(model, input_ids, mask)
-            forced_target = Forced(model, states, mask, target, target_mask)
-            reference = None if self._regularizer in WITHOUT_REFERENCE else self._refer(input_ids, mask, target, target_mask)
-        regularization = forced_target.regularization(self._regularizer, reference).sum()
+        input_ids, mask = tuned.roomy_batch(sources, self._longest_source, per_octave=2)
+        target, target_mask = (each[:, None] for each in tuned.roomy_batch(targets, self._longest_target))
+        token_ids, token_mask = (
+            each.view(len(rows), -1, each.shape[-1]) for each in tuned.roomy_batch(candidates, max(most, self._longest_target))
+        )
+        size = tuned.model.config.hidden_size
+        return {
+            "input_ids": input_ids, "mask": mask, "whole": bool(mask.all()), "similarity": similarity, "exists": exists,
+            "target": target, "target_mask": target_mask, "target_plan": plan(target, target_mask, size, tuned.device),
+            "token_ids": token_ids, "token_mask": token_mask, "plan": plan(token_ids, token_mask, size, tuned.device),
+        }  # fmt: skip
 
-        forced = Forced(model, states, mask, token_ids, token_mask)
+    def loss(self, batch: Batch) -> dict[str, Tensor]:
+        """Summed over the examples, with figures to show, summed likewise."""
+        from calibeam.engine.packing import Forced, Source, plant
+
+        model, similarity, exists = self._model.model, batch["similarity"], batch["exists"]
+        tree = plant(model, batch["token_ids"], batch["token_mask"], batch["plan"])
+        target = plant(model, batch["target"], batch["target_mask"], batch["target_plan"])
+        sources = (batch["input_ids"], batch["mask"])
+        with self._same_kernels():
+            reference = None if self._regularizer in WITHOUT_REFERENCE else self._refer(*sources, batch["whole"], target)
+            source = Source(model, *sources, whole=batch["whole"])
+            forced_target = Forced(source, target)
+        regularization = forced_target.regularization(self._regularizer, reference).sum()
+        forced = Forced(source, tree)
         log_p = forced.log_p()
         if self._similarity == "current":
-            similarity = span_similarity(forced.states().detach(), forced_target.states().detach(), token_mask, target_mask)
+            similarity = span_similarity(forced.states().detach(), forced_target.states().detach(), tree.mask, target.mask)
         calibration = self._loss(log_p, similarity, exists, self._beta).sum()
 
         pairs = ordered_pairs(similarity, exists)
         agreeing = pairs & (log_p[:, :, None] > log_p[:, None, :])
         share = agreeing.sum((1, 2)) / pairs.sum((1, 2)).clamp(min=1)
-        values = torch.stack([calibration, regularization, share.sum()]).tolist()
-        figures = dict(zip(("calibration", "regularization", "agreement"), values, strict=True))
-        return calibration + self.reg_weight * regularization, figures
+        return {
+            "loss": calibration + self.reg_weight * regularization,
+            "calibration": calibration,
+            "regularization": regularization,
+            "agreement": share.sum(),
+        }
 
     def _same_kernels(self) -> AbstractContextManager[Any]:
         """A learned position bias has a gradient in the model and none in the reference, and attention would
@@ -171,11 +189,10 @@ class CalibrationStep:
         own = torch.Generator().manual_seed(seed)
         return sample_pair(similarity, torch.ones_like(similarity, dtype=torch.bool), own)[0].tolist()
 
-    def _refer(self, input_ids: Tensor, mask: Tensor, target: Tensor, target_mask: Tensor) -> Forced:
+    def _refer(self, input_ids: Tensor, mask: Tensor, whole: bool, target: Tree) -> Forced:
         import torch
 
-        from calibeam import seq2seq
-        from calibeam.engine.packing import Forced
+        from calibeam.engine.packing import Forced, Source
 
         with torch.no_grad():
-            return Forced(self._reference, seq2seq.encode(self._reference, input_ids, mask), mask, target, target_mask)
+            return Forced(Source(self._reference, input_ids, mask, whole=whole), target)

@@ -19,6 +19,8 @@ from calibeam.training import SELECTIONS, Problem, TrainingConfig, train
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
+    from calibeam.engine.graphs import Batch
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(TrainingConfig):
@@ -45,17 +47,21 @@ def run(config: Config, *, force: bool = False) -> Path:
     targets, targets_cut = model.encode_targets([target for _, _, target in pairs], config.max_target_length)
     validation = Validation(model, data.examples("validation"), config)
 
-    def loss(batch: Sequence[int], generator: Generator) -> tuple[Tensor, dict[str, float]]:
-        input_ids, mask = model.batch([sources[index] for index in batch])
-        target, target_mask = model.batch([targets[index] for index in batch])
-        states = seq2seq.encode(model.model, input_ids, mask)
-        logits = seq2seq.force(model.model, states, mask, target[:, None])[:, 0]
-        return cross_entropy(logits, None, target, target_mask).sum(), {}
+    def batch(some: Sequence[int], generator: Generator) -> Batch:
+        input_ids, mask = model.roomy_batch([sources[index] for index in some], config.max_source_length, per_octave=2)
+        target, target_mask = model.roomy_batch([targets[index] for index in some], config.max_target_length)
+        return {"input_ids": input_ids, "mask": mask, "target": target, "target_mask": target_mask}
+
+    def loss(batch: Batch) -> dict[str, Tensor]:
+        states = seq2seq.encode(model.model, batch["input_ids"], batch["mask"])
+        logits = seq2seq.force(model.model, states, batch["mask"], batch["target"][:, None])[:, 0]
+        return {"loss": cross_entropy(logits, None, batch["target"], batch["target_mask"]).sum()}
 
     problem = Problem(
         ids=[name for name, _, _ in pairs],
         lengths=[len(source) for source in sources],
         weights=[len(target) for target in targets],
+        batch=batch,
         loss=loss,
         validate=lambda: validation.measure(config.select),
         dropout=True,

@@ -21,6 +21,7 @@ from calibeam.records import CalibeamError, Outputs
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from calibeam.engine.packing import Source
     from calibeam.seq2seq import Seq2Seq
 
 
@@ -87,21 +88,22 @@ def similarities(
     """s(candidate, target) of every candidate of every row, the best over its references."""
     import torch
 
-    from calibeam.seq2seq import batches_by_length, encode
+    from calibeam.engine.packing import Source
+    from calibeam.seq2seq import batches_by_length
 
     scores: dict[int, list[float]] = {}
     for batch in display.track(batches_by_length(sources, batch_size), description):
         with torch.no_grad():
             input_ids, mask = tuned.batch([sources[index] for index in batch])
-            states = encode(tuned.model, input_ids, mask)
+            source = Source(tuned.model, input_ids, mask)
             texts = _square([rows[index]["texts"] for index in batch])
-            candidates = outputs(tuned, states, mask, texts, _square([rows[index]["token_ids"] for index in batch]))
+            candidates = outputs(tuned, source, texts, _square([rows[index]["token_ids"] for index in batch]))
             best: Tensor | None = None
             for reference in range(max(len(targets[index]) for index in batch)):
                 # A row with fewer references repeats its last one, which changes no maximum.
                 wanted = [targets[index][min(reference, len(targets[index]) - 1)] for index in batch]
                 ids, _ = tuned.encode_targets(wanted, max_target_length)
-                target = outputs(tuned, states, mask, [[text] for text in wanted], [[row] for row in ids])
+                target = outputs(tuned, source, [[text] for text in wanted], [[row] for row in ids])
                 found = function(candidates, target)
                 best = found if best is None else best.maximum(found)
         assert best is not None
@@ -110,11 +112,9 @@ def similarities(
     return [scores[index] for index in range(len(rows))]
 
 
-def outputs(
-    tuned: Seq2Seq, states: Tensor, source_mask: Tensor, texts: list[list[str]], token_ids: list[list[list[int]]]
-) -> Outputs:
+def outputs(tuned: Seq2Seq, source: Source, texts: list[list[str]], token_ids: list[list[list[int]]]) -> Outputs:
     """Sequences as a similarity sees them; every source must have as many."""
-    from calibeam.engine.packing import Forced
+    from calibeam.engine.packing import Forced, plant
 
     ids, mask = tuned.batch([row for sequences in token_ids for row in sequences])
     shape = (len(token_ids), len(token_ids[0]), -1)
@@ -122,7 +122,7 @@ def outputs(
     return Outputs(
         texts,
         mask,
-        lambda: Forced(tuned.model, states, source_mask, ids, mask).states(),
+        lambda: Forced(source, plant(tuned.model, ids, mask)).states(),
         lambda: tuned.model.get_input_embeddings()(ids),
     )
 
