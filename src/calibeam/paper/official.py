@@ -1,4 +1,4 @@
-"""Section 3.3: the evaluation script that goes with each dataset. "Those scripts mainly differ in text tokenization methods."
+"""Section 3.2: the evaluation script that goes with each dataset. "Those scripts mainly differ in text tokenization methods."
 
 So each is a metric of its own name, and a figure of one says nothing beside that of another. A metric measures every
 example by itself (F-measures, n-gram counts) and makes figures of the sums, so that the figures of any sample of examples
