@@ -111,3 +111,33 @@ def rows_file(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return make
+
+
+def tiny_encoder(family: str, folder: Path) -> Path:
+    """A saved BERT or RoBERTa of three layers, with the tokenizer of its kind; "fox" is no word that BERT knows."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    from transformers import BertConfig, BertModel, BertTokenizer, RobertaConfig, RobertaModel, RobertaTokenizer
+
+    size = {"hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 32,
+            "max_position_embeddings": 40, "initializer_range": 0.5}  # fmt: skip
+    torch.manual_seed(0)
+    folder.mkdir(parents=True)
+    if family == "bert":
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *sorted(set(WORDS) - {"fox"})]
+        (folder / "vocab.txt").write_text("\n".join(words))
+        tokenizer: Any = BertTokenizer(str(folder / "vocab.txt"))
+        model: Any = BertModel(BertConfig(vocab_size=len(words), **size))
+    else:
+        pieces = Tokenizer(models.BPE(unk_token="<unk>"))
+        pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+        trainer = trainers.BpeTrainer(
+            vocab_size=320, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+        )
+        pieces.train_from_iterator([TEXT] * 20, trainer)
+        pieces.model.save(str(folder))
+        tokenizer = RobertaTokenizer(vocab=str(folder / "vocab.json"), merges=str(folder / "merges.txt"))
+        model = RobertaModel(RobertaConfig(vocab_size=len(tokenizer), pad_token_id=1, bos_token_id=0, eos_token_id=2, **size))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder

@@ -16,21 +16,22 @@ import pytest
 
 import calibeam
 from calibeam import store
-from calibeam.stages import STAGES, prepare
+from calibeam.stages import STAGES, decode, evaluate, prepare
 
 VERBS = [*(name for name in STAGES if name not in ("report", "export")), "run", "calibrate-model", "doctor"]
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
+ENVIRONMENT["PYTHONPATH"] = str(Path(calibeam.__file__).parents[1])  # the same calibeam, wherever it runs
 
 
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
+def command(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(  # noqa: S603
-        [sys.executable, "-m", "calibeam", *arguments], capture_output=True, text=True, timeout=60, env=ENVIRONMENT
+        [sys.executable, "-m", "calibeam", *arguments], capture_output=True, text=True, timeout=60, env=ENVIRONMENT, cwd=cwd
     )
 
 
-def refused(*arguments: str | Path) -> str:
+def refused(*arguments: str | Path, cwd: Path | None = None) -> str:
     """What is said on standard error about a mistake."""
-    done = command(*arguments)
+    done = command(*arguments, cwd=cwd)
     assert "Traceback" not in done.stderr
     assert done.returncode == 2, done.stderr
     assert done.stderr.startswith("error: ")
@@ -227,3 +228,82 @@ def test_decode_refuses_a_decoder_only_model(tmp_path: Path, data: Path, tokeniz
     tokenizer.save_pretrained(folder)
     message = refused("decode", f"output={tmp_path / 'out'}", f"data={data}", f"model={folder}")
     assert message.startswith(f"error: {folder} holds a gpt2 model, which is not an encoder-decoder")
+
+
+# Functions of one's own
+
+MINE = """
+from pathlib import Path
+Path("it-ran").touch()
+
+def longer(candidates, target):
+    import torch
+    return torch.tensor([[float(len(text)) for text in texts] for texts in candidates.texts])
+
+def letters(predictions, references):
+    return [len(text) for text in predictions]
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, data: Path, model_folder: Any) -> Path:
+    """A folder with a module, in which candidates were decoded; the other arguments of score are in a recipe."""
+    folder = tmp_path / "place"
+    folder.mkdir()
+    (folder / "mine.py").write_text(MINE)
+    model = model_folder("t5")
+    config = decode.Config(
+        data=str(data), model=str(model), output=str(folder / "run/decode"), num_candidates=3, max_new_tokens=5
+    )
+    decode.run(config)
+    recipe = f'output = "run"\nmodel = "{model}"\n[prepare]\noutput = "{data}"\ntrain = "t"\nvalidation = "v"\n'
+    (folder / "recipe.toml").write_text(recipe)
+    (folder / "evil.toml").write_text(recipe + '[score]\nsimilarity = "mine:longer"\n[evaluate]\nmetrics = ["mine:letters"]')
+    return folder
+
+
+@pytest.mark.parametrize("line", [["score"], ["evaluate", "--allow-code"], ["run", "--allow-code"]], ids=" ".join)
+def test_a_recipe_can_run_no_code_even_beside_the_flag(line: list[str], place: Path) -> None:
+    said = refused(line[0], "evil.toml", *line[1:], cwd=place)
+    assert "module:function works on the command line alone, with --allow-code" in said
+    assert not (place / "it-ran").exists()
+
+
+def test_a_function_named_on_the_command_line_needs_the_flag(place: Path) -> None:
+    assert refused("score", "recipe.toml", "similarity=mine:longer", cwd=place) == (
+        "error: score.similarity must be one of decoder, tokens, rouge, bertscore, got 'mine:longer'; "
+        "module:function works on the command line alone, with --allow-code\n"
+    )
+    assert not (place / "it-ran").exists()
+    done = command("score", "recipe.toml", "similarity=mine:longer", "--allow-code", cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert (place / "it-ran").exists()
+    for row in store.read(place / "run/score", "score").rows("scored", store.SCORED):
+        assert row["similarity"] == [len(text) for text in row["texts"]]
+
+
+def test_a_changed_function_is_another_making(place: Path) -> None:
+    line = "score", "recipe.toml", "similarity=mine:longer", "--allow-code"
+    assert command(*line, cwd=place).returncode == 0
+    manifest = place / "run/score" / store.MANIFEST
+    made = manifest.read_bytes()
+    assert command(*line, cwd=place).returncode == 0
+    assert manifest.read_bytes() == made
+    (place / "mine.py").write_text(MINE.replace("float(", "-1 - float("))
+    said = refused(*line, cwd=place)
+    assert "settings.similarity: 'mine:longer sha256:" in said
+    assert "Pass --force" in said
+    assert command(*line, "--force", cwd=place).returncode == 0
+    assert all(max(row["similarity"]) < 0 for row in store.read(place / "run/score", "score").rows("scored", store.SCORED))
+
+
+def test_a_metric_named_on_the_command_line(place: Path, data: Path) -> None:
+    settings = "output=e", f"data={data}", f"model={place.parent / 't5-0'}", "num_candidates=[2]", "max_new_tokens=5"
+    done = command("evaluate", *settings, 'metrics=["gem", "mine:letters"]', "--allow-code", cwd=place)
+    assert done.returncode == 0, done.stderr
+    assert "mine:letters mean" in done.stdout
+    (result,) = json.loads((place / "e/results.json").read_text())["settings"]
+    assert list(result["metrics"]) == ["rouge", "repetition", "gem", "mine:letters"]
+    outputs = store.read(place / "e", "evaluate").rows("outputs", evaluate.OUTPUTS)
+    mean = sum(len(row["output"]) for row in outputs) / len(outputs)
+    assert result["metrics"]["mine:letters"]["figures"]["mean"]["value"] == pytest.approx(mean)

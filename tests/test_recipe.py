@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from calibeam import pipeline, recipe
+from calibeam import functions, pipeline, recipe
 from calibeam.records import CalibeamError
-from calibeam.stages import calibrate, decode, evaluate, prepare, score
+from calibeam.stages import calibrate, decode, evaluate, load, prepare, score
 
 PLACES = {"output": "out", "data": "data", "model": "model"}
 
@@ -180,11 +182,57 @@ def test_a_config_made_in_python_is_checked_as_well() -> None:
 def my_similarity() -> None: ...
 
 
-def test_a_function_of_ones_own_is_a_choice_and_is_recorded_by_name() -> None:
+def test_a_function_of_ones_own_is_a_choice_and_is_recorded_by_its_identity() -> None:
     config = score.Config(**PLACES, candidates="c", similarity=my_similarity)
     assert config.similarity is my_similarity
-    assert config.identity()["similarity"] == config.resolved()["similarity"] == f"{__name__}.my_similarity"
-    assert calibrate.Config(**PLACES, scored="s", loss=my_similarity).resolved()["loss"] == f"{__name__}.my_similarity"
+    recorded = functions.identity(my_similarity)
+    assert config.identity()["similarity"] == config.resolved()["similarity"] == recorded
+    assert calibrate.Config(**PLACES, scored="s", loss=my_similarity).resolved()["loss"] == recorded
+    assert evaluate.Config(**PLACES, metrics=("gem", my_similarity)).identity()["metrics"] == ["gem", recorded]
+
+
+NAMED = [
+    ("score", "similarity", f"{__name__}:my_similarity"),
+    ("calibrate", "loss", f"{__name__}:my_similarity"),
+    ("evaluate", "metrics", ["rouge", f"{__name__}:my_similarity"]),
+]
+
+
+@pytest.mark.parametrize(("stage", "key", "value"), NAMED)
+def test_a_function_is_named_by_what_is_typed_with_the_flag_and_by_nothing_else(stage: str, key: str, value: Any) -> None:
+    """Neither a recipe, whatever else is allowed, nor a line without the flag."""
+    config_class, places = load(stage).Config, {**PLACES, **({"candidates": "c"} if stage == "score" else {})}
+    places |= {"scored": "s"} if stage == "calibrate" else {}
+    line = f"{stage}.{key}={json.dumps(value)}"
+    in_a_recipe = tomllib.loads(f"[{stage}]\n{key} = {json.dumps(value)}")
+    typed = recipe.override({stage: places}, [line], allow_code=True)[stage]
+    built = recipe.build(config_class, stage, typed)
+    assert my_similarity in (getattr(built, key), *(getattr(built, key) if isinstance(value, list) else ()))
+    for tables in (
+        {stage: {**places, **in_a_recipe[stage]}},
+        recipe.override({stage: {**places, **in_a_recipe[stage]}}, [f"{stage}.output=elsewhere"], allow_code=True),
+        recipe.override({stage: places}, [line]),
+    ):
+        with pytest.raises(CalibeamError, match=f"{stage}.{key} must be one of .*module:function .* with --allow-code"):
+            recipe.build(config_class, stage, tables[stage])
+
+
+def test_a_typed_value_of_another_setting_is_plain_text() -> None:
+    tables = recipe.override({}, ["decode.data=os:getcwd", "decode.model=m", "decode.output=o"], allow_code=True)
+    assert recipe.build(decode.Config, "decode", tables["decode"]).data == "os:getcwd"
+
+
+def test_bertscore_needs_an_encoder_and_a_baseline_of_three() -> None:
+    for config in (
+        lambda **more: score.Config(**PLACES, candidates="c", similarity="bertscore", **more),
+        lambda **more: evaluate.Config(**PLACES, metrics=("bertscore",), **more),
+    ):
+        with pytest.raises(CalibeamError, match="bertscore_model must name an encoder"):
+            config()
+        with pytest.raises(CalibeamError, match=r"bertscore_baseline must be P, R and F, each below 1, got \[0\.8\]"):
+            config(bertscore_model="m", bertscore_baseline=(0.8,))
+        assert config(bertscore_model="m").uses_bertscore
+    assert not evaluate.Config(**PLACES).uses_bertscore
 
 
 def test_the_identity_leaves_out_places_devices_and_batch_sizes() -> None:

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import calibeam
-from calibeam import display, pipeline, recipe, stages
+from calibeam import display, functions, pipeline, recipe, stages
 from calibeam.records import CalibeamError
 
 app = typer.Typer(
@@ -35,6 +35,9 @@ Arguments = Annotated[
     typer.Argument(metavar="RECIPE.toml KEY=VALUE", show_default=False, help="a recipe, then settings that override it"),
 ]
 Force = Annotated[bool, typer.Option("--force", help="make again what was made with other settings or inputs, or is damaged")]
+AllowCode = Annotated[
+    bool, typer.Option(functions.FLAG, help="let settings on this command line name functions to run, as KEY=module:function")
+]
 
 
 def main() -> None:
@@ -55,6 +58,7 @@ def run(
     recipe_file: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
     settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE")] = None,
     force: Force = False,
+    allow_code: AllowCode = False,
 ) -> None:
     """Run every stage of a recipe in order, skipping what is done and verified.
 
@@ -62,19 +66,19 @@ def run(
     Writes:  a folder per stage under the recipe's output folder, report.html and model/
     Example: calibeam run recipes/demo.toml calibrate.learning_rate=1e-4
     """
-    tables = recipe.override(recipe.read(recipe_file), settings or [])
+    tables = recipe.override(recipe.read(recipe_file), settings or [], allow_code=allow_code)
     pipeline.run(tables, force=force)
     pipeline.finish(tables)
 
 
 def _stage_command(name: str) -> Any:
-    def command(arguments: Arguments = None, force: Force = False) -> None:
+    def command(arguments: Arguments = None, force: Force = False, allow_code: AllowCode = False) -> None:
         given = list(arguments or [])
         if given and "=" not in given[0]:
-            tables = recipe.override(recipe.read(Path(given[0])), given[1:], table=name)
+            tables = recipe.override(recipe.read(Path(given[0])), given[1:], table=name, allow_code=allow_code)
             pipeline.run(tables, only=name, force=force)
         else:
-            tables = recipe.override({}, given, table=name)
+            tables = recipe.override({}, given, table=name, allow_code=allow_code)
             values = tables.pop(name, {})
             if tables:
                 raise CalibeamError(f"{', '.join(tables)}: without a recipe, only settings of {name} make sense here")
@@ -94,7 +98,7 @@ class _StageHelp(typer.core.TyperCommand):
 
 def _settings_help(config_class: type) -> str:
     lines = []
-    for field in dataclasses.fields(config_class):
+    for field in sorted(dataclasses.fields(config_class), key=lambda field: field.default is not dataclasses.MISSING):
         required = field.default is dataclasses.MISSING
         default = "needed" if required else f"default {_toml(recipe.plain(field.default))}"
         choices = field.metadata["choices"]
@@ -131,6 +135,7 @@ def calibrate_model(
     work: Annotated[Path | None, typer.Option(help="folder of the stages; OUTPUT-work if not given")] = None,
     settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE", help="any other setting")] = None,
     force: Force = False,
+    allow_code: AllowCode = False,
 ) -> None:
     """Calibrate your own fine-tuned model: decode, score, calibrate, evaluate, and write a checkpoint.
 
@@ -158,7 +163,7 @@ def calibrate_model(
         "evaluate": {"max_new_tokens": max_target_length, **lengths},
         "export": {"output": str(output)},
     }  # fmt: skip
-    tables = recipe.override(tables, settings or [])
+    tables = recipe.override(tables, settings or [], allow_code=allow_code)
     pipeline.run(tables, force=force)
     pipeline.finish(tables)
 

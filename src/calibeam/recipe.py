@@ -17,7 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from calibeam import functions
 from calibeam.records import CalibeamError
+
+
+class Typed(str):
+    """Text that the user typed on this command line beside --allow-code. No file can hold one."""
+
+    __slots__ = ()
 
 
 def option(
@@ -54,9 +61,9 @@ class StageConfig:
 
 
 def plain(value: Any) -> Any:
-    """As JSON and TOML would have it; a function by its name."""
+    """As JSON and TOML would have it; a function by its name and a digest of its source."""
     if callable(value):
-        return f"{value.__module__}.{value.__qualname__}"
+        return functions.identity(value)
     if isinstance(value, tuple | list):
         return [plain(item) for item in value]
     if isinstance(value, dict):
@@ -78,8 +85,13 @@ def read(path: Path) -> dict[str, Any]:
         raise CalibeamError(f"recipe {path} is not valid TOML: {error}") from error
 
 
-def override(tables: dict[str, Any], assignments: Sequence[str], table: str | None = None) -> dict[str, Any]:
-    """The tables with `key=value` or `stage.key=value` put in; a bare key belongs to `table`, or to the top."""
+def override(
+    tables: dict[str, Any], assignments: Sequence[str], table: str | None = None, *, allow_code: bool = False
+) -> dict[str, Any]:
+    """The tables with `key=value` or `stage.key=value` put in; a bare key belongs to `table`, or to the top.
+
+    With `allow_code`, a value here (not one in the tables) may name a function as `module:function`.
+    """
     result = {key: dict(value) if isinstance(value, dict) else value for key, value in tables.items()}
     for assignment in assignments:
         path, separator, text = assignment.partition("=")
@@ -93,7 +105,7 @@ def override(tables: dict[str, Any], assignments: Sequence[str], table: str | No
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
                 raise CalibeamError(f"{path.strip()}: {parent} is not a table")
-        place[key] = _value(text.strip())
+        place[key] = _typed(_value(text.strip())) if allow_code else _value(text.strip())
     return result
 
 
@@ -111,7 +123,7 @@ def build(config_class: type[StageConfig], table: str, values: dict[str, Any]) -
     if missing:
         raise CalibeamError(f"{table} needs {' and '.join(missing)}")
     try:
-        return config_class(**{key: _tuples(value) for key, value in values.items()})
+        return config_class(**{key: _ready(value, _types_of(config_class)[key]) for key, value in values.items()})
     except CalibeamError as error:
         raise CalibeamError(f"{table}.{error}") from None
 
@@ -130,8 +142,23 @@ def _value(text: str) -> Any:
         return text
 
 
-def _tuples(value: Any) -> Any:
-    return tuple(_tuples(item) for item in value) if isinstance(value, list) else value
+def _typed(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_typed(item) for item in value]
+    return Typed(value) if isinstance(value, str) else value
+
+
+def _ready(value: Any, wanted: Any) -> Any:
+    """Lists as tuples, and the functions that the user typed the names of."""
+    if isinstance(value, list):
+        return tuple(_ready(item, wanted) for item in value)
+    if isinstance(value, Typed) and ":" in value and _takes_function(wanted):
+        return functions.load(value)
+    return value
+
+
+def _takes_function(wanted: Any) -> bool:
+    return wanted is Callable or typing.get_origin(wanted) is Callable or any(map(_takes_function, typing.get_args(wanted)))
 
 
 def _types_of(config_class: type) -> dict[str, Any]:
@@ -142,11 +169,15 @@ def _check(field: dataclasses.Field[Any], wanted: Any, value: Any) -> None:
     name, rules = field.name, field.metadata
     if not _fits(value, wanted):
         raise CalibeamError(f"{name} must be {_describe(wanted)}, got {value!r}")
-    if rules["choices"] is not None and not callable(value):
+    if rules["choices"] is not None:
         allowed = list(rules["choices"]())
         for item in value if isinstance(value, tuple) else (value,):
-            if item not in allowed:
-                raise CalibeamError(f"{name} must be one of {', '.join(allowed)}, got {item!r}{_hint(item, allowed)}")
+            if not callable(item) and item not in allowed:
+                own = _takes_function(wanted) and ":" in item
+                hint = (
+                    f"; module:function works on the command line alone, with {functions.FLAG}" if own else _hint(item, allowed)
+                )
+                raise CalibeamError(f"{name} must be one of {', '.join(allowed)}, got {item!r}{hint}")
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue

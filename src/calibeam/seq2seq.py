@@ -10,7 +10,7 @@ import itertools
 import logging
 import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
 from transformers.modeling_outputs import BaseModelOutput
 
 from calibeam.engine.graphs import room
@@ -134,25 +134,22 @@ def load(folder: Path, *, device: str = "auto", dtype: torch.dtype | None = None
             f"{folder} holds a {config.model_type} model, which is not an encoder-decoder: "
             "calibeam calibrates T5, BART, PEGASUS and their kin"
         )
-    if not any(folder.glob("*.safetensors")):
-        raise CalibeamError(
-            f"{folder} has no .safetensors weights. Other formats can run code when loaded and are refused: "
-            "load the model where you trust it and save it again with save_pretrained"
-        )
+    model = _load_weights(AutoModelForSeq2SeqLM, folder, config, dtype or torch.float32)
     tokenizer = _load_part(folder, "tokenizer", AutoTokenizer)
-    try:
-        model, report = AutoModelForSeq2SeqLM.from_pretrained(
-            folder, config=config, dtype=dtype or torch.float32, use_safetensors=True,
-            trust_remote_code=False, output_loading_info=True,
-        )  # fmt: skip
-    except Exception as error:
-        raise CalibeamError(f"{folder} does not load as a sequence-to-sequence model: {error}") from error
-    wrong = {kind: sorted(map(str, report[kind])) for kind in ("missing_keys", "mismatched_keys") if report.get(kind)}
-    if wrong:
-        raise CalibeamError(f"the weights in {folder} do not fit its config.json: {wrong}")
-    _check_weights(model, folder)
     _check_tokenizer(model, tokenizer, folder)
     return Seq2Seq(model.to(best_device(device)).eval(), tokenizer)
+
+
+def load_encoder(folder: Path, *, layers: int = 0, device: str = "auto") -> tuple[Any, Any]:
+    """An encoder in float32, or the encoder of an encoder-decoder, with its first layers alone if told so; its tokenizer."""
+    config = _load_part(folder, "config.json", AutoConfig)
+    if layers > config.num_hidden_layers:
+        raise CalibeamError(f"{folder} has {config.num_hidden_layers} layers, not {layers}")
+    config.num_hidden_layers = layers or config.num_hidden_layers
+    model = _load_weights(AutoModel, folder, config, torch.float32, unused="pooler")
+    tokenizer = _load_part(folder, "tokenizer", AutoTokenizer)
+    encoder = model.get_encoder() if config.is_encoder_decoder else model
+    return encoder.to(best_device(device)).eval(), tokenizer
 
 
 def save(seq2seq: Seq2Seq, folder: Path) -> None:
@@ -300,7 +297,7 @@ def sequence_mask(token_ids: Tensor, eos: tuple[int, ...]) -> Tensor:
     return end.cumsum(-1) - end == 0
 
 
-def batches_by_length(rows: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+def batches_by_length(rows: Sequence[Sized], size: int) -> list[list[int]]:
     """The rows' indices, those of similar length together, so that little of a batch is padding."""
     order = sorted(range(len(rows)), key=lambda index: len(rows[index]))
     return [order[start : start + size] for start in range(0, len(order), size)]
@@ -326,6 +323,27 @@ def _load_part(folder: Path, part: str, loader: Any) -> Any:
         return loader.from_pretrained(folder, trust_remote_code=False)
     except Exception as error:
         raise CalibeamError(f"the {part} in {folder} does not load: {error}") from error
+
+
+def _load_weights(auto: Any, folder: Path, config: Any, dtype: torch.dtype, unused: str = "") -> Any:
+    """A model whose weights are all there, those of an unused part aside."""
+    if not any(folder.glob("*.safetensors")):
+        raise CalibeamError(
+            f"{folder} has no .safetensors weights. Other formats can run code when loaded and are refused: "
+            "load the model where you trust it and save it again with save_pretrained"
+        )
+    try:
+        model, report = auto.from_pretrained(
+            folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
+        )
+    except Exception as error:
+        raise CalibeamError(f"{folder} does not load as a {config.model_type} model: {error}") from error
+    found = {kind: sorted(map(str, report.get(kind) or ())) for kind in ("missing_keys", "mismatched_keys")}
+    wrong = {kind: keys for kind, keys in found.items() if any(unused not in key.split(".") for key in keys)}
+    if wrong:
+        raise CalibeamError(f"the weights in {folder} do not fit its config.json: {wrong}")
+    _check_weights(model, folder)
+    return model
 
 
 def _check_weights(model: Any, folder: Path) -> None:

@@ -14,7 +14,6 @@ from calibeam.paper.metrics import (
     kendall_tau,
     pair_agreement,
     r_m,
-    r_m_interval,
     repetition_rate,
     rouge,
 )
@@ -140,19 +139,6 @@ def test_r_m_reproduces_the_papers_ablation_table(row: str) -> None:
     scores, printed = ABLATION[row]
     delta = 100 * (r_m(triples(scores)) / r_m(triples(FINE_TUNED)) - 1)
     assert delta == pytest.approx(printed, abs=0.02)
-
-
-def test_the_interval_of_a_difference_in_r_m() -> None:
-    """No difference has the interval (0, 0), a constant one no width, and a noisy one surrounds the measured value."""
-    before = np.random.default_rng(0).uniform(0.1, 0.9, (200, 3))
-    assert r_m_interval(before, before) == (0.0, 0.0)
-    constant = np.full((50, 3), 0.2)
-    assert r_m_interval(constant, constant + 0.1) == pytest.approx((0.1, 0.1))
-    after = before + np.random.default_rng(1).normal(0.05, 0.1, before.shape)
-    low, high = r_m_interval(before, after)
-    assert low < r_m([tuple(after.mean(0))]) - r_m([tuple(before.mean(0))]) < high
-    assert 0.0 < low < high < 0.1
-    assert r_m_interval(before, after) == (low, high)
 
 
 @pytest.mark.parametrize(

@@ -10,14 +10,16 @@ from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from matplotlib import image
 
-from calibeam import pipeline, seq2seq, store
+from calibeam import pipeline, seq2seq, significance, store
+from calibeam.paper import official
 from calibeam.records import CalibeamError
 from calibeam.seq2seq import Seq2Seq
 from calibeam.stages import evaluate, prepare, report
-from conftest import sentence, tiny_model
+from conftest import sentence, tiny_encoder, tiny_model
 
 HOSTILE = [
     "</script><script>alert(1)</script>",
@@ -63,7 +65,8 @@ def run(work: Path, tokenizer: Any) -> Path:
         "decode": {"num_candidates": 4, "max_new_tokens": 8, "max_source_length": 24},
         "calibrate": {"learning_rate": 1e-2, "batch_size": 6, "max_steps": 16, "select": "perplexity", "loss": "reward",
                       "regularizer": "cross_entropy", "reg_weight": 1.0, **LENGTHS},
-        "evaluate": {"num_candidates": [1, 4], "length_alphas": [0.0, 0.5], "max_new_tokens": 8, **LENGTHS},
+        "evaluate": {"num_candidates": [1, 4], "length_alphas": [0.0, 0.5], "max_new_tokens": 8, "metrics": ["squad_qg"],
+                     **LENGTHS},
         "report": {"title": TITLE},
     })  # fmt: skip
     return work / "run"
@@ -157,7 +160,44 @@ def test_the_tables_show_the_figures(dom: Elements, run: Path) -> None:
         assert f"{100 * row['difference']:+.2f} ({100 * row['low']:+.2f} to {100 * row['high']:+.2f})" in dom.text
         assert f"{100 * row['before']['r_m']:.2f}" in dom.text
         assert f"{100 * row['after']['r_m']:.2f}" in dom.text
-    assert len(dom.of("table")) == 2
+        for found in row["measured"]:
+            numbers = [f"{found[key]:+.2f}" for key in ("difference", "low", "high")]
+            shown = f"{numbers[0]} ({numbers[1]} to {numbers[2]})", f"{found['p']:.4f}", found["verdict"]
+            assert f"{found['metric']} {found['figure']}" in dom.text
+            assert re.search(r"\s*".join(map(re.escape, shown)), dom.text)
+        assert row["after"]["metrics"]["squad_qg"]["signature"] in dom.text
+    assert len(dom.of("table")) == 3
+
+
+def test_every_figure_of_both_evaluations_is_compared(dom: Elements, run: Path) -> None:
+    names = {
+        "rouge": ["rouge1", "rouge2", "rougeLsum", "r_m"],
+        "repetition": ["rate"],
+        "squad_qg": ["coco_rouge_l", "bleu1", "bleu2", "bleu3", "bleu4"],
+    }
+    kept = []
+    for name in ("finetuned", "calibrated"):
+        found: dict[tuple[str, str], list[list[float]]] = {}
+        for row in store.read(run / "evaluate" / name, "evaluate").rows("statistics", evaluate.STATISTICS):
+            found.setdefault((row["setting"], row["metric"]), []).append(row["statistics"])
+        kept.append(found)
+    for row in json.loads((run / "report" / "figures.json").read_text())["rows"]:
+        assert [(found["metric"], found["figure"]) for found in row["measured"]] == [
+            (metric, figure) for metric, figures in names.items() for figure in figures
+        ]
+        for metric in names:
+            before, after = (np.array(side[row["setting"], metric]) for side in kept)
+            expected = significance.paired(before, after, official.METRICS[metric].figures)
+            for found in row["measured"]:
+                if found["metric"] == metric:
+                    wanted = expected[found["figure"]]
+                    assert {key: found[key] for key in wanted._asdict()} == pytest.approx(wanted._asdict())
+                    assert found["verdict"] == wanted.verdict
+        (r_m,) = (found for found in row["measured"] if found["figure"] == "r_m")
+        assert (row["p"], row["verdict"]) == (r_m["p"], r_m["verdict"])
+        assert row["difference"] == pytest.approx(r_m["difference"] / 100)
+    assert "no significant difference" in dom.text
+    assert not re.search(r"\b[Gg]ains?\b", dom.text)
 
 
 def test_the_three_plots_are_pictures(work: Path, dom: Elements) -> None:
@@ -175,9 +215,9 @@ def test_the_three_plots_are_pictures(work: Path, dom: Elements) -> None:
 
 def test_the_page_as_seen_has_the_plots_in_it(work: Path, page: Path) -> None:
     """The colour of the line of means is in the second plot and nowhere else: the page's own policy lets it through."""
-    chromium(work, page, f"--screenshot={work / 'page.png'}", "--window-size=1200,3000")
+    chromium(work, page, f"--screenshot={work / 'page.png'}", "--window-size=1200,4500")
     pixels = (image.imread(work / "page.png")[..., :3] * 255).round().astype(int)
-    assert pixels.shape[:2] == (3000, 1200)
+    assert pixels.shape[:2] == (4500, 1200)
     red = (abs(pixels - [0xD1, 0x49, 0x5B]) <= 2).all(-1)
     assert red.sum() > 50
     rows = red.nonzero()[0]
@@ -206,7 +246,14 @@ def before(run: Path) -> store.Folder:
 
 
 def evaluated(run: Path, name: str, **settings: Any) -> store.Folder:
-    given = {"data": str(run / "prepare"), "num_candidates": (1, 4), "length_alphas": (0.0, 0.5), "max_new_tokens": 8, **LENGTHS}
+    given = {
+        "data": str(run / "prepare"),
+        "metrics": ("squad_qg",),
+        "num_candidates": (1, 4),
+        "length_alphas": (0.0, 0.5),
+        "max_new_tokens": 8,
+        **LENGTHS,
+    }
     config = evaluate.Config(**{"model": str(run / "finetune"), "output": str(run / name), **given, **settings})
     return store.read(evaluate.run(config), "evaluate")
 
@@ -233,3 +280,14 @@ def test_outputs_that_were_decoded_in_other_ways_are_not_compared(
     after = evaluated(run, f"with-{next(iter(settings))}", **settings)
     with pytest.raises(CalibeamError, match=r"not decoded and measured in the same ways|evaluate different examples"):
         report.compare(before, after)
+
+
+def test_figures_that_were_measured_in_other_ways_are_not_compared(run: Path, work: Path, before: store.Folder) -> None:
+    places = [str(tiny_encoder(family, work / "encoders" / family)) for family in ("bert", "roberta")]
+    first, second = (evaluated(run, f"by-{Path(place).name}", metrics=("bertscore",), bertscore_model=place) for place in places)
+    with pytest.raises(CalibeamError, match="not measured by bertscore in the same way"):
+        report.compare(first, second)
+    (figures,) = {tuple((f["metric"], f["figure"]) for f in row["measured"]) for row in report.compare(first, first)["rows"]}
+    assert [name for metric, name in figures if metric == "bertscore"] == ["precision", "recall", "f1"]
+    (figures,) = {tuple(f["metric"] for f in row["measured"]) for row in report.compare(before, second)["rows"]}
+    assert set(figures) == {"rouge", "repetition"}  # what both have

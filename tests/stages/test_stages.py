@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,16 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import calibeam
-from calibeam import seq2seq, store
+from calibeam import functions, seq2seq, store
+from calibeam.bertscore import BertScore
+from calibeam.paper import official
 from calibeam.paper.calibration import CALIBRATION_LOSSES
 from calibeam.paper.regularization import REGULARIZERS
 from calibeam.paper.similarity import span_similarity
 from calibeam.records import CalibeamError, Outputs
 from calibeam.seq2seq import Seq2Seq
 from calibeam.stages import calibrate, create, decode, evaluate, finetune, prepare, score
-from conftest import sentence, tiny_model
+from conftest import sentence, tiny_encoder, tiny_model
 
 ROUGE = ("rouge1", "rouge2", "rougeLsum")
 LENGTHS = {"max_source_length": 24, "max_target_length": 10}
@@ -64,6 +67,11 @@ def tuned(work: Path, data: str, tokenizer: Any) -> str:
     seq2seq.save(Seq2Seq(tiny_model("t5", 0, len(tokenizer)), tokenizer), start)
     settings = {"learning_rate": 2e-2, "batch_size": 16, "micro_batch_size": 16, "max_steps": 60, "eval_steps": 60}
     return str(finetune.run(finetune.Config(data=data, model=str(start), output=str(work / "tuned"), **LENGTHS, **settings)))
+
+
+@pytest.fixture(scope="module")
+def encoder(work: Path) -> str:
+    return str(tiny_encoder("bert", work / "encoder"))
 
 
 @pytest.fixture(scope="module")
@@ -198,7 +206,33 @@ def test_a_similarity_of_ones_own(tmp_path: Path, data: str, tuned: str, candida
     config = score.Config(data=data, model=tuned, candidates=candidates, output=str(tmp_path / "score"), similarity=more_letters)
     folder = score.run(config)
     assert similarities(folder) == [[len(text) for text in row["texts"]] for row in decoded(candidates)]
-    assert "more_letters" in json.loads((folder / store.MANIFEST).read_text())["settings"]["similarity"]
+    assert json.loads((folder / store.MANIFEST).read_text())["settings"]["similarity"] == functions.identity(more_letters)
+
+
+def test_a_similarity_of_the_wrong_shape_is_refused(tmp_path: Path, data: str, tuned: str, candidates: str) -> None:
+    def first_only(candidates: Outputs, target: Outputs) -> Tensor:
+        return more_letters(candidates, target)[:, 0]
+
+    places = {"data": data, "model": tuned, "candidates": candidates, "output": str(tmp_path / "score")}
+    with pytest.raises(CalibeamError, match=r"must be of shape \[sources, candidates\] = \[16, 4\], got \[16\]"):
+        score.run(score.Config(**places, similarity=first_only))
+
+
+def test_bertscore_as_a_similarity_takes_the_best_reference(
+    tmp_path: Path, data: str, tuned: str, candidates: str, encoder: str
+) -> None:
+    settings = {"similarity": "bertscore", "bertscore_model": encoder, "bertscore_layer": 2, "bertscore_idf": True}
+    places = {"data": data, "model": tuned, "candidates": candidates, "output": str(tmp_path / "score")}
+    folder = score.run(score.Config(**places, **settings, batch_size=5))
+    examples = store.read(data, "prepare").examples("train")
+    every = [text for example in examples for text in example.targets]
+    bert = BertScore(Path(encoder), layer=2, idf_references=every, device="cpu")
+    for row, example, values in zip(decoded(candidates), examples, similarities(folder), strict=True):
+        each = [bert.score(row["texts"], [target] * len(row["texts"]))[:, 2] for target in example.targets]
+        assert values == pytest.approx(torch.stack(each).amax(0).tolist(), abs=1e-5)
+    assert len({round(value, 3) for values in similarities(folder) for value in values}) > 5
+    with pytest.raises(CalibeamError, match=r"inputs\.bertscore: '.*' there, '.*' now"):
+        score.run(score.Config(**places, **{**settings, "bertscore_model": str(tiny_encoder("roberta", tmp_path / "other"))}))
 
 
 def test_scoring_refuses_candidates_of_another_model_or_of_other_data(
@@ -430,6 +464,76 @@ def test_similarity_is_measured_in_the_reference_model(tmp_path: Path, data: str
     assert own == named
     assert [row["token_ids"] for row in own] == [row["token_ids"] for row in other]
     assert [row["similarity"] for row in own] != [row["similarity"] for row in other]
+
+
+def more_words(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> list[int]:
+    return [len(text.split()) - len(wanted[0].split()) for text, wanted in zip(predictions, references, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def measured(work: Path, data: str, tuned: str, encoder: str) -> store.Folder:
+    """By every metric there is, and one of our own."""
+    config = evaluate.Config(
+        data=data, model=tuned, output=str(work / "measured"), max_new_tokens=8, num_candidates=(1, 2), **LENGTHS,
+        metrics=("squad_qg", "msmarco", "gem", "bertscore", more_words), bertscore_model=encoder, similarity=more_letters,
+    )  # fmt: skip
+    return store.read(evaluate.run(config), "evaluate")
+
+
+def test_every_metric_is_that_of_the_outputs_with_interval_and_signature(measured: store.Folder, data: str, encoder: str) -> None:
+    targets = [example.targets for example in store.read(data, "prepare").examples("test")]
+    outputs = measured.rows("outputs", evaluate.OUTPUTS)
+    bert = BertScore(Path(encoder), device="cpu")
+    settings = json.loads((measured.path / "results.json").read_text())["settings"]
+    assert len(settings) == 2
+    for result in settings:
+        texts = [row["output"] for row in outputs if row["setting"] == result["setting"]]
+        for name in ("rouge", "repetition", "squad_qg", "msmarco", "gem"):
+            metric = official.METRICS[name]
+            expected = metric.figures(metric.statistics(texts, targets).sum(0), len(texts))
+            figures = result["metrics"][name]["figures"]
+            assert list(figures) == list(expected)
+            assert [values["value"] for values in figures.values()] == pytest.approx(
+                [float(value) for value in expected.values()]
+            )
+            assert result["metrics"][name]["signature"] == metric.signed()
+        figures = result["metrics"]["bertscore"]["figures"]
+        expected = bert.statistics(texts, targets).mean(0).tolist()
+        assert [figures[name]["value"] for name in ("precision", "recall", "f1")] == pytest.approx(expected, abs=1e-3)
+        own = result["metrics"][f"{__name__}:more_words"]
+        assert own["figures"]["mean"]["value"] == pytest.approx(sum(more_words(texts, targets)) / len(texts))
+        assert functions.identity(more_words) in own["signature"]
+        assert result["r_m"] == pytest.approx(result["metrics"]["rouge"]["figures"]["r_m"]["value"] / 100)
+        for found in result["metrics"].values():
+            assert all(figure["low"] <= figure["value"] <= figure["high"] for figure in found["figures"].values())
+        assert f"similarity:{functions.identity(more_letters)}" in result["signature"]
+    assert any(f["high"] > f["low"] for found in settings[0]["metrics"].values() for f in found["figures"].values())
+
+
+def test_the_statistics_of_every_example_are_kept(measured: store.Folder) -> None:
+    rows, outputs = measured.rows("statistics", evaluate.STATISTICS), measured.rows("outputs", evaluate.OUTPUTS)
+    for output in outputs:
+        (rouge,) = [
+            row for row in rows if (row["setting"], row["metric"], row["id"]) == (output["setting"], "rouge", output["id"])
+        ]
+        assert rouge["statistics"] == [output[kind] for kind in ROUGE]
+    assert len(rows) == 7 * len(outputs)
+
+
+def test_two_metrics_of_one_name_are_refused(tmp_path: Path, data: str, tuned: str) -> None:
+    two = tuple(lambda predictions, references, n=n: [n] * len(predictions) for n in (1, 2))
+    with pytest.raises(CalibeamError, match="two functions called"):
+        evaluate.run(evaluate.Config(data=data, model=tuned, output=str(tmp_path / "out"), metrics=two, max_new_tokens=8))
+
+
+def test_a_metric_that_is_not_installed_is_refused_before_any_decoding(
+    tmp_path: Path, data: str, tuned: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = dataclasses.replace(official.METRICS["msmarco"], packages=("no-such-package",))
+    monkeypatch.setitem(official.METRICS, "msmarco", missing)
+    with pytest.raises(CalibeamError, match="needs no-such-package"):
+        evaluate.run(evaluate.Config(data=data, model=tuned, output=str(tmp_path / "out"), metrics=("msmarco",), **LENGTHS))
+    assert "beam" not in capsys.readouterr().out
 
 
 # create

@@ -55,17 +55,6 @@ def r_m(datasets: Sequence[tuple[float, float, float]]) -> float:
     return sum(geometric_mean(*scores) for scores in datasets) / len(datasets)
 
 
-def r_m_interval(before: Any, after: Any, *, samples: int = 2000, seed: int = 0) -> tuple[float, float]:
-    """95% interval of R_m(after) - R_m(before): paired bootstrap over examples, of (R1, R2, RLsum) F [examples, 3]."""
-    import numpy as np
-
-    before, after = np.asarray(before), np.asarray(after)
-    chosen = np.random.default_rng(seed).integers(len(before), size=(samples, len(before)))
-    drawn = [np.prod(scores[chosen].mean(1), axis=-1) ** (1 / 3) for scores in (before, after)]
-    low, high = np.quantile(drawn[1] - drawn[0], (0.025, 0.975))
-    return float(low), float(high)
-
-
 def has_repetition(text: str) -> bool:
     """Whether any word n-gram is followed at once by itself ("the the", "of a of a"), case and punctuation aside."""
     words = re.findall(r"\w+", text.lower())

@@ -1,15 +1,15 @@
 """Decode held-out sources and measure: quality, repetition, length, perplexity, and calibration itself.
 
 Reads:   the folder written by prepare, a model, and the model whose states similarity is measured in
-Writes:  results.json: every figure with its signature; outputs.parquet and candidates.parquet behind them
-Example: calibeam evaluate output=out/test data=out/data model=out/calibrate num_candidates=[1,5,10]
+Writes:  results.json: every figure with its interval and signature; outputs, candidates and statistics.parquet behind them
+Example: calibeam evaluate output=out/test data=out/data model=out/calibrate num_candidates=[1,5] 'metrics=["squad_qg"]'
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,16 +17,20 @@ from typing import TYPE_CHECKING, Any
 import pyarrow as pa
 
 import calibeam
-from calibeam import display, store
-from calibeam.paper import metrics
+from calibeam import display, functions, significance, store
+from calibeam.paper import metrics, official
 from calibeam.paper.decoding import DECODERS
 from calibeam.paper.likelihood import perplexity
-from calibeam.paper.similarity import SIMILARITIES
-from calibeam.recipe import StageConfig, option
-from calibeam.records import CalibeamError, Example
+from calibeam.recipe import option, plain
+from calibeam.records import CalibeamError, Example, Outputs
 from calibeam.stages.decode import check_output_length, check_search
+from calibeam.stages.score import BERTSCORE, SimilarityConfig
 
 if TYPE_CHECKING:
+    import numpy as np
+    from torch import Tensor
+
+    from calibeam.bertscore import BertScore
     from calibeam.seq2seq import Seq2Seq
     from calibeam.training import TrainingConfig
 
@@ -36,10 +40,14 @@ OUTPUTS = pa.schema([
     ("repeats", pa.bool_()),
 ])  # fmt: skip
 CANDIDATES = pa.schema([pa.field("setting", pa.string()), *store.SCORED, pa.field("rouge", pa.list_(pa.float32()))])
+ALWAYS = ("rouge", "repetition")
+STATISTICS = pa.schema([
+    ("setting", pa.string()), ("metric", pa.string()), ("id", pa.string()), ("statistics", pa.list_(pa.float64())),
+])  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(StageConfig):
+class Config(SimilarityConfig):
     data: str = option(help="the folder written by prepare", identity=False)
     model: str = option(help="the model to evaluate: a folder or a Hub id", identity=False)
     reference: str = option("", "the model whose states similarity is measured in; the model itself if empty", identity=False)
@@ -55,7 +63,9 @@ class Config(StageConfig):
     max_source_length: int = option(512, "source tokens; longer sources are cut", at_least=1)
     max_target_length: int = option(128, "target tokens; longer targets are cut", at_least=1)
     max_examples: int = option(0, "evaluate at most so many; 0 for all", at_least=0)
-    similarity: str = option("decoder", "what likelihood should follow", choices=lambda: SIMILARITIES)
+    metrics: tuple[str | Callable[..., Any], ...] = option(
+        ("rouge",), "what to measure; rouge and repetition always are", choices=lambda: (*official.METRICS, BERTSCORE)
+    )
     seed: int = option(0, "for nucleus", at_least=0)
     batch_size: int = option(0, "sources decoded together; 0 to choose by device", at_least=0, identity=False)
     device: str = option("auto", "auto, cpu or cuda", identity=False)
@@ -70,6 +80,10 @@ class Config(StageConfig):
             options = self.search_options(method)
             check_search(method, number, options.get("groups"), options.get("diversity", 0.0), options.get("top_p", 1.0))
 
+    @property
+    def uses_bertscore(self) -> bool:
+        return super().uses_bertscore or BERTSCORE in self.metrics
+
     def search_options(self, method: str) -> dict[str, Any]:
         """The settings that belong to one method alone."""
         own = {"diverse_beam": ("groups", "diversity"), "nucleus": ("top_p",)}
@@ -83,7 +97,9 @@ def run(config: Config, *, force: bool = False) -> Path:
     data = store.read(config.data, "prepare")
     model = store.read_model(seq2seq.locate(config.model))
     reference = store.read_model(seq2seq.locate(config.reference)) if config.reference else model
-    output = store.Output("evaluate", config, {"data": data, "model": model, "reference": reference}, force=force)
+    encoder = config.encoder()
+    inputs = {"data": data, "model": model, "reference": reference, **encoder}
+    output = store.Output("evaluate", config, inputs, force=force)
     if output.done:
         return output.path
     examples = data.examples(config.split)[: config.max_examples or None]
@@ -92,12 +108,15 @@ def run(config: Config, *, force: bool = False) -> Path:
     check_lengths(evaluated, config.max_source_length, max(config.max_new_tokens, config.max_target_length))
     sources, cut = evaluated.encode_sources([example.source for example in examples], config.max_source_length)
     with output.writing():
+        bertscore = config.load_bertscore(encoder, [example.targets for example in examples], config.device)
+        compares_by, measured_by = config.compares_by(bertscore), _metrics(config, encoder, bertscore)
         results = [
-            _evaluate(evaluated, judge, examples, sources, config, output, method, num_candidates, alpha)
+            _evaluate(evaluated, judge, examples, sources, config, compares_by, measured_by, method, num_candidates, alpha)
             for method, num_candidates, alpha in itertools.product(config.methods, config.num_candidates, config.length_alphas)
         ]
-        output.write_rows("outputs", (row for _, rows, _ in results for row in rows), OUTPUTS)
-        output.write_rows("candidates", (row for _, _, rows in results for row in rows), CANDIDATES)
+        output.write_rows("outputs", (row for _, rows, _, _ in results for row in rows), OUTPUTS)
+        output.write_rows("candidates", (row for _, _, rows, _ in results for row in rows), CANDIDATES)
+        output.write_rows("statistics", (row for _, _, _, rows in results for row in rows), STATISTICS)
         figures = {
             "split": config.split,
             "examples": len(examples),
@@ -105,7 +124,7 @@ def run(config: Config, *, force: bool = False) -> Path:
             "perplexity_signature": f"perplexity|per token, end token included|references:all|calibeam:{calibeam.__version__}",
             "reference_repetition_rate": metrics.repetition_rate([t for e in examples for t in e.targets]),
             "reference_words": _mean([len(target.split()) for e in examples for target in e.targets]),
-            "settings": [result for result, _, _ in results],
+            "settings": [result for result, *_ in results],
         }
         output.write_json("results.json", figures)
         output.counts |= {"examples": len(examples), "sources_cut": cut}
@@ -127,6 +146,15 @@ def show(title: str, figures: dict[str, Any]) -> None:
             for result in figures["settings"]
         ],
     )
+    others = [
+        (result["setting"], f"{metric} {name}", f"{figure['value']:.2f}", f"{figure['low']:.2f} … {figure['high']:.2f}")
+        for result in figures["settings"]
+        for metric, measured in result["metrics"].items()
+        for name, figure in measured["figures"].items()
+        if metric not in ALWAYS
+    ]
+    if others:
+        display.table("", ("decoder", "figure", "value", "95%"), others)
 
 
 class Validation:
@@ -185,12 +213,13 @@ def _evaluate(
     examples: Sequence[Example],
     sources: Sequence[Sequence[int]],
     config: Config,
-    output: store.Output,
+    compares_by: Callable[[Outputs, Outputs], Tensor],
+    measured_by: dict[str, official.Metric],
     method: str,
     num_candidates: int,
     alpha: float,
-) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]]]:
-    """One way of decoding: its figures, its outputs, its candidates."""
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
+    """One way of decoding: its figures, its outputs, its candidates, and every metric's statistics of the outputs."""
     from calibeam.stages.decode import decode_all
     from calibeam.stages.score import similarities
 
@@ -211,25 +240,26 @@ def _evaluate(
     )
     targets = [example.targets for example in examples]
     texts = [row["texts"][0] for row in rows]
-    scores = metrics.rouge(texts, targets)
+    statistics = {name: metric.statistics(texts, targets) for name, metric in measured_by.items()}
+    scores = statistics["rouge"]
     outputs = [
         {
             "setting": name, "id": row["id"], "output": text, "log_p": row["log_p"][0],
-            **{kind: scores[kind][place, 2] for kind in metrics.ROUGE_KINDS},
+            **dict(zip(metrics.ROUGE_KINDS, scores[place].tolist(), strict=True)),
             "words": len(text.split()), "repeats": metrics.has_repetition(text),
         }
         for place, (row, text) in enumerate(zip(rows, texts, strict=True))
     ]  # fmt: skip
     similarity = similarities(
-        judge, SIMILARITIES[config.similarity], sources, targets, rows,
+        judge, compares_by, sources, targets, rows,
         max_target_length=config.max_target_length, batch_size=32, description=f"  {name}: similarity",
     )  # fmt: skip
     rouge = _candidate_rouge(rows, targets)
-    means = {kind: float(scores[kind][:, 2].mean()) for kind in metrics.ROUGE_KINDS}
+    means = dict(zip(metrics.ROUGE_KINDS, scores.mean(0).tolist(), strict=True))
     signature = (
         f"decoder:{method}|candidates:{num_candidates}|alpha:{alpha:g}|tokens:{config.min_new_tokens}-{config.max_new_tokens}|"
         f"split:{config.split}|rouge:rouge-score F,stemmed,sentences by newline,best reference|"
-        f"similarity:{config.similarity}|seed:{config.seed}|calibeam:{calibeam.__version__}"
+        f"similarity:{plain(config.similarity)}|seed:{config.seed}|calibeam:{calibeam.__version__}"
     )
     result = {
         "setting": name,
@@ -242,11 +272,44 @@ def _evaluate(
         "words": _mean([row["words"] for row in outputs]),
         **_agreement("similarity", rows, similarity),
         **_agreement("rouge", rows, rouge),
+        "metrics": {name: _figures(metric, statistics[name]) for name, metric in measured_by.items()},
         "signature": signature,
     }
     scored = zip(rows, similarity, rouge, strict=True)
     how = {"setting": name, "method": method, "seed": config.seed}
-    return result, outputs, [{**how, **row, "similarity": s, "rouge": r} for row, s, r in scored]
+    candidates = [{**how, **row, "similarity": s, "rouge": r} for row, s, r in scored]
+    return result, outputs, candidates, [
+        {"setting": name, "metric": metric, "id": row["id"], "statistics": values}
+        for metric, table in statistics.items()
+        for row, values in zip(rows, table.tolist(), strict=True)
+    ]  # fmt: skip
+
+
+def _metrics(config: Config, encoder: dict[str, store.Folder], bertscore: BertScore | None) -> dict[str, official.Metric]:
+    """What the outputs are measured by, known to be installed."""
+    chosen: dict[str, official.Metric] = {}
+    for metric in dict.fromkeys((*ALWAYS, *config.metrics)):
+        name = functions.name_of(metric) if callable(metric) else metric
+        if name in chosen:
+            raise CalibeamError(f"metrics holds two functions called {name}")
+        if callable(metric):
+            chosen[name] = official.own(metric)
+        elif bertscore and name == BERTSCORE:
+            signature = (
+                f"bertscore:best reference|model:{encoder[name].digest[:16]}|layer:{config.bertscore_layer or 'last'}|"
+                f"idf:{'yes' if config.bertscore_idf else 'no'}|baseline:{list(config.bertscore_baseline) or 'none'}"
+            )
+            figures = official.means("precision", "recall", "f1")
+            chosen[name] = official.Metric(bertscore.statistics, figures, signature, ("transformers",))
+        else:
+            chosen[name] = official.METRICS[name]
+        chosen[name].signed()  # an error now, not after hours of decoding
+    return chosen
+
+
+def _figures(metric: official.Metric, statistics: np.ndarray) -> dict[str, Any]:
+    found = significance.intervals(statistics, metric.figures)
+    return {"signature": metric.signed(), "figures": {name: figure._asdict() for name, figure in found.items()}}
 
 
 def _candidate_rouge(rows: Sequence[dict[str, Any]], targets: Sequence[Sequence[str]]) -> list[list[float]]:

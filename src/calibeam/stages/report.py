@@ -13,14 +13,18 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import calibeam
-from calibeam import display, store
-from calibeam.paper.metrics import ROUGE_KINDS, r_m_interval
+from calibeam import display, significance, store
+from calibeam.paper import official
+from calibeam.paper.metrics import ROUGE_KINDS
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError
-from calibeam.stages.evaluate import CANDIDATES, OUTPUTS
+from calibeam.stages.evaluate import ALWAYS, CANDIDATES, OUTPUTS, STATISTICS
+
+if TYPE_CHECKING:
+    import numpy as np
 
 BEFORE, AFTER = "fine-tuned", "calibrated"
 COLOURS = {BEFORE: "#8a8f98", AFTER: "#1f8a70"}
@@ -58,7 +62,7 @@ def run(config: Config, *, force: bool = False) -> Path:
 
 
 def compare(before: store.Folder, after: store.Folder) -> dict[str, Any]:
-    """Both evaluations, setting by setting, with paired intervals of the difference."""
+    """Both evaluations, setting by setting, with the interval and p-value of every figure's difference."""
     left, right = _results(before), _results(after)
     if before.manifest["origin"]["inputs"]["data"] != after.manifest["origin"]["inputs"]["data"]:
         raise CalibeamError(f"{before.path} and {after.path} evaluate different data")
@@ -68,14 +72,22 @@ def compare(before: store.Folder, after: store.Folder) -> dict[str, Any]:
         raise CalibeamError(f"{before.path} and {after.path} were not decoded and measured in the same ways")
     if (left["split"], left["examples"]) != (right["split"], right["examples"]):
         raise CalibeamError(f"{before.path} and {after.path} evaluate different examples")
-    scores = [_scores(folder) for folder in (before, after)]
+    statistics, others = _statistics(before), _statistics(after)
     rows = []
     for result, other in shared:
-        low, high = r_m_interval(scores[0][result["setting"]], scores[1][result["setting"]])
+        setting, measured = result["setting"], []
+        for metric in (metric for metric in result["metrics"] if metric in other["metrics"]):
+            if result["metrics"][metric]["signature"] != other["metrics"][metric]["signature"]:
+                raise CalibeamError(f"{before.path} and {after.path} were not measured by {metric} in the same way")
+            figures = official.figures_of(metric, list(result["metrics"][metric]["figures"]))
+            found = significance.paired(statistics[setting, metric], others[setting, metric], figures)
+            measured += [{"metric": metric, "figure": name, **f._asdict(), "verdict": f.verdict} for name, f in found.items()]
+        r_m = next(figure for figure in measured if figure["figure"] == "r_m")
         difference = other["r_m"] - result["r_m"]
         rows.append({
-            "setting": result["setting"], "before": result, "after": other, "difference": difference,
-            "relative": difference / result["r_m"] if result["r_m"] else None, "low": low, "high": high,
+            "setting": setting, "before": result, "after": other, "difference": difference,
+            "relative": difference / result["r_m"] if result["r_m"] else None,
+            "low": r_m["low"] / 100, "high": r_m["high"] / 100, "p": r_m["p"], "verdict": r_m["verdict"], "measured": measured,
         })  # fmt: skip
     return {"split": left["split"], "examples": left["examples"], "before": left, "after": right, "rows": rows}
 
@@ -83,19 +95,35 @@ def compare(before: store.Folder, after: store.Folder) -> dict[str, Any]:
 def show(comparison: dict[str, Any]) -> None:
     display.table(
         f"Before → after on {comparison['examples']:,} held-out examples ({comparison['split']})",
-        ("decoder", "R_m", "change", "95%", "rep%", "agreement %"),
+        ("decoder", "R_m", "change", "95%", "p", "rep%", "agreement %"),
         [
             (
                 row["setting"],
                 _from_to(row, "r_m", ".2f"),
                 f"{100 * row['difference']:+.2f}",
                 f"{100 * row['low']:+.1f} … {100 * row['high']:+.1f}",
+                f"{row['p']:.3f}",
                 _from_to(row, "repetition_rate", ".1f"),
                 _from_to(row, "similarity_agreement", ".1f"),
             )
             for row in comparison["rows"]
         ],
     )
+    others = [
+        (
+            row["setting"],
+            f"{figure['metric']} {figure['figure']}",
+            f"{figure['before']:.2f} → {figure['after']:.2f}",
+            f"{figure['difference']:+.2f} ({figure['low']:+.2f} … {figure['high']:+.2f})",
+            f"{figure['p']:.3f}",
+            figure["verdict"],
+        )
+        for row in comparison["rows"]
+        for figure in row["measured"]
+        if figure["metric"] not in ALWAYS
+    ]
+    if others:
+        display.table("", ("decoder", "figure", "before → after", "change (95%)", "p", "verdict"), others)
     display.say(
         "R_m: cube root of ROUGE-1 x 2 x Lsum. rep%: outputs that repeat words. agreement: share of pairs of "
         "candidates that likelihood orders as similarity to the reference does; 50 is chance.",
@@ -126,16 +154,18 @@ def _results(folder: store.Folder) -> dict[str, Any]:
     return json.loads((folder.path / "results.json").read_text(encoding="utf-8"))
 
 
-def _scores(folder: store.Folder) -> dict[str, list[list[float]]]:
-    """ROUGE of every example, by setting."""
-    found: dict[str, list[list[float]]] = {}
-    for row in folder.rows("outputs", OUTPUTS):
-        found.setdefault(row["setting"], []).append([row[kind] for kind in ROUGE_KINDS])
-    return found
+def _statistics(folder: store.Folder) -> dict[tuple[str, str], np.ndarray]:
+    """By setting and metric, of every example. [examples, k]"""
+    import numpy as np
+
+    found: dict[tuple[str, str], list[list[float]]] = {}
+    for row in folder.stream("statistics", STATISTICS):
+        found.setdefault((row["setting"], row["metric"]), []).append(row["statistics"])
+    return {key: np.array(rows) for key, rows in found.items()}
 
 
 def _samples(comparison: dict[str, Any], before: store.Folder, after: store.Folder) -> list[dict[str, Any]]:
-    """The largest gains, the largest losses and some in between, for the last setting both have."""
+    """The outputs that rose most, those that fell most and some in between, for the last setting both have."""
     setting = comparison["rows"][-1]["setting"]
     data = store.read(before.manifest["input_places"]["data"], "prepare")
     before.must_come_from(data=data)  # its place is a path, and may hold another run's by now
@@ -144,18 +174,18 @@ def _samples(comparison: dict[str, Any], before: store.Folder, after: store.Fold
         {row["id"]: row for row in folder.rows("outputs", OUTPUTS) if row["setting"] == setting} for folder in (before, after)
     )
 
-    def gain(name: str) -> float:
+    def change(name: str) -> float:
         return sum(right[name][kind] - left[name][kind] for kind in ROUGE_KINDS) / len(ROUGE_KINDS)
 
-    order = sorted(left, key=gain, reverse=True)
+    order = sorted(left, key=change, reverse=True)
     middle = order[SAMPLES:-SAMPLES][:: max(1, len(order) // SAMPLES)][:SAMPLES]
-    groups = (("Largest gains", order[:SAMPLES]), ("In between", middle), ("Largest losses", order[-SAMPLES:]))
+    groups = (("Rose most", order[:SAMPLES]), ("In between", middle), ("Fell most", order[-SAMPLES:]))
     return [
         {
             "kind": kind,
             "setting": setting,
             "rows": [
-                {"example": examples[name], "before": left[name], "after": right[name], "gain": gain(name)}
+                {"example": examples[name], "before": left[name], "after": right[name], "change": change(name)}
                 for name in dict.fromkeys(names)
             ],
         }

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibeam import display, store
+from calibeam import display, functions, store
 from calibeam.paper.metrics import pair_agreement
 from calibeam.paper.similarity import SIMILARITIES
 from calibeam.recipe import StageConfig, option
@@ -21,16 +21,69 @@ from calibeam.records import CalibeamError, Outputs
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from calibeam.bertscore import BertScore
     from calibeam.engine.packing import Source
     from calibeam.seq2seq import Seq2Seq
 
+BERTSCORE = "bertscore"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Config(StageConfig):
+class SimilarityConfig(StageConfig):
+    """How a stage compares texts, and the encoder that it needs for BERTScore."""
+
+    similarity: str | Callable[..., Any] = option(
+        "decoder", "what a candidate and the target are compared by", choices=lambda: (*SIMILARITIES, BERTSCORE)
+    )
+    bertscore_model: str = option("", "for bertscore: an encoder, a folder or a Hub id", identity=False)
+    bertscore_layer: int = option(0, "for bertscore: the layer whose states are compared; 0 for the last", at_least=0)
+    bertscore_idf: bool = option(False, "for bertscore: weigh tokens by their rarity in the references")
+    bertscore_baseline: tuple[float, ...] = option((), "for bertscore: P, R and F to rescale by, so that they become 0")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.uses_bertscore and not self.bertscore_model:
+            raise CalibeamError("bertscore_model must name an encoder for bertscore: a folder or a Hub id")
+        if len(self.bertscore_baseline) not in (0, 3) or any(value >= 1 for value in self.bertscore_baseline):
+            raise CalibeamError(f"bertscore_baseline must be P, R and F, each below 1, got {list(self.bertscore_baseline)}")
+
+    @property
+    def uses_bertscore(self) -> bool:
+        return self.similarity == BERTSCORE
+
+    def encoder(self) -> dict[str, store.Folder]:
+        """The encoder as an input of the stage, if one is needed."""
+        from calibeam import seq2seq
+
+        return {BERTSCORE: store.read_model(seq2seq.locate(self.bertscore_model))} if self.uses_bertscore else {}
+
+    def load_bertscore(self, encoder: dict[str, store.Folder], targets: Sequence[Sequence[str]], device: str) -> BertScore | None:
+        """What `encoder` gave, loaded; idf counts all of the targets."""
+        from calibeam.bertscore import BertScore
+
+        if not encoder:
+            return None
+        references = [text for texts in targets for text in texts] if self.bertscore_idf else None
+        return BertScore(
+            encoder[BERTSCORE].path,
+            layer=self.bertscore_layer,
+            idf_references=references,
+            baseline=self.bertscore_baseline,
+            device=device,
+        )
+
+    def compares_by(self, bertscore: BertScore | None) -> Callable[[Outputs, Outputs], Tensor]:
+        """The similarity as a function."""
+        if callable(self.similarity):
+            return self.similarity
+        return bertscore.similarity if bertscore and self.similarity == BERTSCORE else SIMILARITIES[self.similarity]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config(SimilarityConfig):
     data: str = option(help="the folder written by prepare", identity=False)
     candidates: str = option(help="the folder written by decode", identity=False)
     model: str = option(help="the fine-tuned model, whose decoder states are compared", identity=False)
-    similarity: str | Callable[..., Any] = option("decoder", "what to compare", choices=lambda: SIMILARITIES)
     max_target_length: int = option(128, "target tokens; longer targets are cut", at_least=1)
     batch_size: int = option(32, "sources scored together", at_least=1, identity=False)
     device: str = option("auto", "auto, cpu or cuda", identity=False)
@@ -44,7 +97,8 @@ def run(config: Config, *, force: bool = False) -> Path:
     candidates = store.read(config.candidates, "decode")
     model = store.read_model(seq2seq.locate(config.model))
     candidates.must_come_from(data=data, model=model)
-    output = store.Output("score", config, {"data": data, "candidates": candidates, "model": model}, force=force)
+    encoder = config.encoder()
+    output = store.Output("score", config, {"data": data, "candidates": candidates, "model": model, **encoder}, force=force)
     if output.done:
         return output.path
     decoding = candidates.manifest["settings"]
@@ -55,10 +109,12 @@ def run(config: Config, *, force: bool = False) -> Path:
         raise CalibeamError(f"{candidates.path} does not hold the examples of {data.path} in their order")
     with output.writing():
         sources, _ = tuned.encode_sources([example.source for example in examples], decoding["max_source_length"])
-        function = config.similarity if callable(config.similarity) else SIMILARITIES[config.similarity]
+        targets = [example.targets for example in examples]
+        function = config.compares_by(config.load_bertscore(encoder, targets, config.device))
+        name = functions.name_of(config.similarity) if callable(config.similarity) else config.similarity
         scores = similarities(
-            tuned, function, sources, [example.targets for example in examples], rows,
-            max_target_length=config.max_target_length, batch_size=config.batch_size, description=f"score {config.similarity}",
+            tuned, function, sources, targets, rows,
+            max_target_length=config.max_target_length, batch_size=config.batch_size, description=f"score {name}",
         )  # fmt: skip
         output.write_rows("scored", ({**row, "similarity": s} for row, s in zip(rows, scores, strict=True)), store.SCORED)
         agreeing, pairs = map(sum, zip(*(pair_agreement(r["log_p"], s) for r, s in zip(rows, scores, strict=True)), strict=True))
@@ -105,6 +161,9 @@ def similarities(
                 ids, _ = tuned.encode_targets(wanted, max_target_length)
                 target = outputs(tuned, source, [[text] for text in wanted], [[row] for row in ids])
                 found = function(candidates, target)
+                if found.shape != candidates.mask.shape[:-1]:
+                    shape, wanted_shape = list(found.shape), list(candidates.mask.shape[:-1])
+                    raise CalibeamError(f"the similarity must be of shape [sources, candidates] = {wanted_shape}, got {shape}")
                 best = found if best is None else best.maximum(found)
         assert best is not None
         for index, values in zip(batch, best.tolist(), strict=True):
