@@ -55,6 +55,7 @@ class Config(StageConfig):
     max_source_length: int = option(512, "source tokens; longer sources are cut", at_least=1)
     max_target_length: int = option(128, "target tokens; longer targets are cut", at_least=1)
     max_examples: int = option(0, "evaluate at most so many; 0 for all", at_least=0)
+    newline: str = option("\n", "what separates the sentences of outputs and references, for ROUGE-Lsum: PEGASUS writes <n>")
     similarity: str = option("decoder", "what likelihood should follow", choices=lambda: SIMILARITIES)
     seed: int = option(0, "for nucleus", at_least=0)
     batch_size: int = option(0, "sources decoded together; 0 to choose by device", at_least=0, identity=False)
@@ -63,7 +64,7 @@ class Config(StageConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_output_length(self.min_new_tokens, self.max_new_tokens)
-        for name in ("methods", "num_candidates", "length_alphas"):
+        for name in ("methods", "num_candidates", "length_alphas", "newline"):
             if not getattr(self, name):
                 raise CalibeamError(f"{name} must not be empty")
         for method, number in itertools.product(self.methods, self.num_candidates):
@@ -91,6 +92,7 @@ def run(config: Config, *, force: bool = False) -> Path:
     judge = load_for_inference(reference.path, config.device) if config.reference else evaluated
     check_lengths(evaluated, config.max_source_length, max(config.max_new_tokens, config.max_target_length))
     sources, cut = evaluated.encode_sources([example.source for example in examples], config.max_source_length)
+    _, targets_cut = evaluated.encode_targets([t for e in examples for t in e.targets], config.max_target_length)
     with output.writing():
         results = [
             _evaluate(evaluated, judge, examples, sources, config, output, method, num_candidates, alpha)
@@ -108,7 +110,7 @@ def run(config: Config, *, force: bool = False) -> Path:
             "settings": [result for result, _, _ in results],
         }
         output.write_json("results.json", figures)
-        output.counts |= {"examples": len(examples), "sources_cut": cut}
+        output.counts |= {"examples": len(examples), "sources_cut": cut, "targets_cut": targets_cut}
     show(f"{config.model} on {config.split}", figures)
     return output.path
 
@@ -211,7 +213,7 @@ def _evaluate(
     )
     targets = [example.targets for example in examples]
     texts = [row["texts"][0] for row in rows]
-    scores = metrics.rouge(texts, targets)
+    scores = metrics.rouge(texts, targets, newline=config.newline)
     outputs = [
         {
             "setting": name, "id": row["id"], "output": text, "log_p": row["log_p"][0],
@@ -224,11 +226,11 @@ def _evaluate(
         judge, SIMILARITIES[config.similarity], sources, targets, rows,
         max_target_length=config.max_target_length, batch_size=32, description=f"  {name}: similarity",
     )  # fmt: skip
-    rouge = _candidate_rouge(rows, targets)
+    rouge = _candidate_rouge(rows, targets, config.newline)
     means = {kind: float(scores[kind][:, 2].mean()) for kind in metrics.ROUGE_KINDS}
     signature = (
         f"decoder:{method}|candidates:{num_candidates}|alpha:{alpha:g}|tokens:{config.min_new_tokens}-{config.max_new_tokens}|"
-        f"split:{config.split}|rouge:rouge-score F,stemmed,sentences by newline,best reference|"
+        f"split:{config.split}|rouge:rouge-score F,stemmed,sentences by {config.newline!r},best reference|"
         f"similarity:{config.similarity}|seed:{config.seed}|calibeam:{calibeam.__version__}"
     )
     result = {
@@ -249,12 +251,12 @@ def _evaluate(
     return result, outputs, [{**how, **row, "similarity": s, "rouge": r} for row, s, r in scored]
 
 
-def _candidate_rouge(rows: Sequence[dict[str, Any]], targets: Sequence[Sequence[str]]) -> list[list[float]]:
+def _candidate_rouge(rows: Sequence[dict[str, Any]], targets: Sequence[Sequence[str]], newline: str) -> list[list[float]]:
     """The mean ROUGE F of every candidate."""
     import numpy as np
 
     flat = [(text, target) for row, target in zip(rows, targets, strict=True) for text in row["texts"]]
-    scores = metrics.rouge([text for text, _ in flat], [target for _, target in flat])
+    scores = metrics.rouge([text for text, _ in flat], [target for _, target in flat], newline=newline)
     mean = iter(np.mean([values[:, 2] for values in scores.values()], axis=0).tolist())
     return [list(itertools.islice(mean, len(row["texts"]))) for row in rows]
 
