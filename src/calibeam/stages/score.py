@@ -37,7 +37,7 @@ class Config(StageConfig):
 
 def run(config: Config, *, force: bool = False) -> Path:
     from calibeam import seq2seq
-    from calibeam.stages.decode import load_for_inference
+    from calibeam.stages.decode import check_lengths, load_for_inference
 
     data = store.read(config.data, "prepare")
     candidates = store.read(config.candidates, "decode")
@@ -48,12 +48,14 @@ def run(config: Config, *, force: bool = False) -> Path:
         return output.path
     decoding = candidates.manifest["settings"]
     tuned = load_for_inference(model.path, config.device)
+    check_lengths(tuned, decoding["max_source_length"], config.max_target_length)
     examples = data.examples(decoding["split"])
     rows = candidates.rows("candidates", store.CANDIDATES)
     if [row["id"] for row in rows] != [example.id for example in examples]:
         raise CalibeamError(f"{candidates.path} does not hold the examples of {data.path} in their order")
     with output.writing():
         sources, _ = tuned.encode_sources([example.source for example in examples], decoding["max_source_length"])
+        _, cut = tuned.encode_targets([target for example in examples for target in example.targets], config.max_target_length)
         function = config.similarity if callable(config.similarity) else SIMILARITIES[config.similarity]
         scores = similarities(
             tuned, function, sources, [example.targets for example in examples], rows,
@@ -64,6 +66,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         output.counts |= {
             "split": decoding["split"],
             "sources": len(rows),
+            "targets_cut": cut,
             "candidates": sum(map(len, scores)),
             "sources_without_a_pair": sum(len(set(s)) < 2 for s in scores),
             "likelihood_agrees": agreeing / pairs if pairs else None,
