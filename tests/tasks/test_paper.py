@@ -430,6 +430,15 @@ def test_one_question_without_an_answer_does_not_take_the_others_with_it(tmp_pat
     assert any("row 51: not a row of squad_qg" in note for note in folder.manifest["notes"])
 
 
+def test_a_split_without_a_row_is_an_error_with_its_file(tmp_path: Path) -> None:
+    files("{split}.jsonl", {**CHAT, "train": []})(tmp_path / "published")
+    with pytest.raises(CalibeamError, match=r"the train split is empty: .*train\.jsonl"):
+        prepared(tmp_path, "samsum", path=str(tmp_path / "published"))
+    files("{split}.jsonl", {split: [] for split in SPLITS})(tmp_path / "published")
+    with pytest.raises(CalibeamError, match=r"the train split is empty: .*train\.jsonl"):
+        prepared(tmp_path, "samsum", path=str(tmp_path / "published"))
+
+
 # From the Hub, of which local files are the nearest thing
 
 

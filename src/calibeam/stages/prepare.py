@@ -70,14 +70,14 @@ class Read:
     def __init__(self) -> None:
         self.examples: dict[str, list[Example]] = {split: [] for split in SPLITS}
         self.pairs: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
-        self._rows: dict[str, dict[str, int]] = {split: {} for split in SPLITS}
+        self._numbers: dict[str, dict[str, int]] = {split: {} for split in SPLITS}
 
     def take(self, example: Example, split: str, number: int, names: Names) -> str:
         """Keep the example of a row, or say why not."""
-        rows = self._rows[split]
-        if example.id in rows:
-            return f"field {names.id!r} repeats the id {example.id!r} of row {rows[example.id]}"
-        rows[example.id] = number
+        numbers = self._numbers[split]
+        if example.id in numbers:
+            return f"field {names.id!r} repeats the id {example.id!r} of row {numbers[example.id]}"
+        numbers[example.id] = number
         self.examples[split].append(example)
         return ""
 
@@ -93,17 +93,16 @@ def run(config: Config, *, force: bool = False) -> Path:
     if output.done:
         return output.path
     with output.writing():
-        if task and task.generate:
-            splits = task.generate(config.packages, config.fresh)
-        else:
-            read = _read(places, lists, config, task, output)
-            splits = _with_test(read, places, task, output)
-            if task:
-                _show(task, read.pairs, output)
+        read = _read(places, lists, config, task, output)
+        generate = task.generate if task else None
+        splits = generate(config.packages, config.fresh) if generate else _with_test(read, places, task, output)
+        for split in SPLITS:
+            if not splits[split]:
+                raise CalibeamError(f"the {split} split is empty" + "".join(f": {place}" for place in places.get(split, [])[:1]))
+        if task and not generate:
+            _show(task, read.pairs, output)
         splits = {split: _limit(splits[split], getattr(config, f"max_{split}")) for split in SPLITS}
         for split, examples in splits.items():
-            if not examples:
-                raise CalibeamError(f"the {split} split is empty" + "".join(f": {place}" for place in places.get(split, [])[:1]))
             output.write_rows(split, ({"id": e.id, "source": e.source, "targets": e.targets} for e in examples), store.EXAMPLES)
             output.counts[split] = len(examples)
         _note_oddities(splits, output)
@@ -277,35 +276,35 @@ def _by_hash(example: Example) -> bytes:
     return hashlib.sha256(example.id.encode()).digest()
 
 
-def _limit(rows: list[Example], most: int) -> list[Example]:
-    """The `most` rows of smallest hash, in their own order."""
-    if not most or len(rows) <= most:
-        return rows
-    kept = {row.id for row in sorted(rows, key=_by_hash)[:most]}
-    return [row for row in rows if row.id in kept]
+def _limit(examples: list[Example], most: int) -> list[Example]:
+    """The `most` examples of smallest hash, in their own order."""
+    if not most or len(examples) <= most:
+        return examples
+    kept = {example.id for example in sorted(examples, key=_by_hash)[:most]}
+    return [example for example in examples if example.id in kept]
 
 
-def _halves(rows: list[Example]) -> tuple[list[Example], list[Example]]:
-    order = sorted(rows, key=_by_hash)
-    test = {row.id for row in order[: len(order) // 2]}
-    return [row for row in rows if row.id not in test], [row for row in rows if row.id in test]
+def _halves(examples: list[Example]) -> tuple[list[Example], list[Example]]:
+    order = sorted(examples, key=_by_hash)
+    test = {example.id for example in order[: len(order) // 2]}
+    return [e for e in examples if e.id not in test], [e for e in examples if e.id in test]
 
 
 def _note_oddities(splits: Mapping[str, Sequence[Example]], output: store.Output) -> None:
     """What is no error, and worth knowing."""
-    train = {row.source for row in splits["train"]}
+    train = {example.source for example in splits["train"]}
     for split in ("validation", "test"):
-        _note(f"{split}_sources_in_train", f"sources of the {split} split are also in the training split",
-              sum(row.source in train for row in splits[split]), output)  # fmt: skip
-    every = [row for rows in splits.values() for row in rows]
-    _note("rows_with_a_reference_twice", "rows have the same reference twice",
-          sum(len(set(row.targets)) < len(row.targets) for row in every), output)  # fmt: skip
-    _note("rows_with_special_tokens", "rows hold special tokens such as </s> as text: a tokenizer that knows them takes them "
-          "for its own, and a target ends at an end token",
-          sum(any(map(SPECIAL_TOKENS.search, (row.source, *row.targets))) for row in every), output)  # fmt: skip
+        leaked = sum(example.source in train for example in splits[split])
+        _note(f"{split}_sources_in_train", leaked, f"sources of the {split} split are also in the training split", output)
+    every = [example for examples in splits.values() for example in examples]
+    twice = sum(len(set(example.targets)) < len(example.targets) for example in every)
+    _note("rows_with_a_reference_twice", twice, "rows have the same reference twice", output)
+    special = sum(any(map(SPECIAL_TOKENS.search, (example.source, *example.targets))) for example in every)
+    what = "a tokenizer that knows them takes them for its own, and a target ends at an end token"
+    _note("rows_with_special_tokens", special, f"rows hold special tokens such as </s> as text: {what}", output)
 
 
-def _note(name: str, what: str, count: int, output: store.Output) -> None:
+def _note(name: str, count: int, what: str, output: store.Output) -> None:
     if count:
         output.counts[name] = count
         output.notes.append(f"{count:,} {what}")

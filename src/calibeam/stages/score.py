@@ -30,14 +30,14 @@ class Config(StageConfig):
     candidates: str = option(help="the folder written by decode", identity=False)
     model: str = option(help="the fine-tuned model, whose decoder states are compared", identity=False)
     similarity: str | Callable[..., Any] = option("decoder", "what to compare", choices=lambda: SIMILARITIES)
-    max_target_length: int = option(128, "target tokens; longer targets are cut", at_least=1)
+    max_target_length: int = option(128, "target tokens, or the model's positions; longer targets are cut", at_least=1)
     batch_size: int = option(32, "sources scored together", at_least=1, identity=False)
     device: str = option("auto", "auto, cpu or cuda", identity=False)
 
 
 def run(config: Config, *, force: bool = False) -> Path:
     from calibeam import seq2seq
-    from calibeam.stages.decode import check_lengths, load_for_inference
+    from calibeam.stages.decode import load_for_inference
 
     data = store.read(config.data, "prepare")
     candidates = store.read(config.candidates, "decode")
@@ -48,18 +48,18 @@ def run(config: Config, *, force: bool = False) -> Path:
         return output.path
     decoding = candidates.manifest["settings"]
     tuned = load_for_inference(model.path, config.device)
-    check_lengths(tuned, decoding["max_source_length"], config.max_target_length)
+    longest = min(config.max_target_length, seq2seq.max_positions(tuned.model) or config.max_target_length)
     examples = data.examples(decoding["split"])
     rows = candidates.rows("candidates", store.CANDIDATES)
     if [row["id"] for row in rows] != [example.id for example in examples]:
         raise CalibeamError(f"{candidates.path} does not hold the examples of {data.path} in their order")
     with output.writing():
         sources, _ = tuned.encode_sources([example.source for example in examples], decoding["max_source_length"])
-        _, cut = tuned.encode_targets([target for example in examples for target in example.targets], config.max_target_length)
+        _, cut = tuned.encode_targets([target for example in examples for target in example.targets], longest)
         function = config.similarity if callable(config.similarity) else SIMILARITIES[config.similarity]
         scores = similarities(
             tuned, function, sources, [example.targets for example in examples], rows,
-            max_target_length=config.max_target_length, batch_size=config.batch_size, description=f"score {config.similarity}",
+            max_target_length=longest, batch_size=config.batch_size, description=f"score {config.similarity}",
         )  # fmt: skip
         output.write_rows("scored", ({**row, "similarity": s} for row, s in zip(rows, scores, strict=True)), store.SCORED)
         agreeing, pairs = map(sum, zip(*(pair_agreement(r["log_p"], s) for r, s in zip(rows, scores, strict=True)), strict=True))

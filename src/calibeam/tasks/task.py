@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from calibeam import rows
 from calibeam.paper.metrics import Properties
 from calibeam.records import CalibeamError, Example
+from calibeam.rows import Complaint, is_readable, kind
 
 SPLITS = ("train", "validation", "test")
 UNSPLIT = "all"
@@ -87,9 +87,9 @@ class Task:
         try:
             yield from self.rows(row, split)
         except KeyError as error:
-            yield rows.Complaint(f"no field {error}; it has {', '.join(map(repr, row)) or 'none'}")
+            yield Complaint(f"no field {error}; it has {', '.join(map(repr, row)) or 'none'}")
         except WRONG_FORM as error:
-            yield rows.Complaint(f"not a row of {self.name} as published: {error}")
+            yield Complaint(f"not a row of {self.name} as published: {error}")
 
     def find(self, path: Path) -> dict[str, list[str]]:
         """The files of every split in a folder; or one file, of a dataset that is published without a split."""
@@ -102,7 +102,7 @@ class Task:
             names = f"files of {' and '.join(missing)}" if path.is_dir() else "a folder"
             raise CalibeamError(f"{path}: task={self.name} needs {names}")
         for split, some in sorted(found.items()):
-            if len(set(map(rows.kind, some))) > 1:
+            if len(set(map(kind, some))) > 1:
                 raise CalibeamError(f"{path} has the {split} split in several forms: {', '.join(file.name for file in some)}")
         return {split: [str(file) for file in found[split]] for split in (*SPLITS, UNSPLIT) if split in found}
 
@@ -116,7 +116,7 @@ class Task:
             parts = file.relative_to(folder).parts
             hidden = any(part.startswith(".") or "challenge" in part for part in parts)
             is_list = self.split_lists and file.match(self.split_lists)
-            if file.is_file() and rows.is_readable(file) and not hidden and not is_list:
+            if file.is_file() and is_readable(file) and not hidden and not is_list:
                 split = next(filter(None, map(split_of_name, reversed(parts))), UNSPLIT)
                 found.setdefault(split, []).append(file)
         if found.keys() & set(SPLITS):
