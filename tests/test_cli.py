@@ -18,7 +18,7 @@ import calibeam
 from calibeam import store
 from calibeam.stages import STAGES, decode, evaluate, prepare
 
-VERBS = [*(name for name in STAGES if name not in ("report", "export")), "run", "calibrate-model", "doctor"]
+VERBS = [*(name for name in STAGES if name not in ("report", "export")), "run", "calibrate-model", "tasks", "doctor"]
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
 ENVIRONMENT["PYTHONPATH"] = str(Path(calibeam.__file__).parents[1])  # the same calibeam, wherever it runs
 
@@ -52,7 +52,7 @@ def test_help_shows_where_to_start_and_every_verb() -> None:
     done = command("--help")
     assert done.returncode == 0
     assert "calibeam run recipe.toml" in done.stdout
-    for verb in (*STAGES, "run", "calibrate-model", "doctor"):
+    for verb in (*STAGES, "run", "calibrate-model", "tasks", "doctor"):
         assert f"\n  {verb} " in done.stdout
 
 
@@ -74,7 +74,13 @@ def test_the_help_of_a_stage_lists_every_setting_with_its_default_and_choices() 
 
 def test_help_and_mistakes_are_answered_without_torch(tmp_path: Path) -> None:
     lines = [[verb, "--help"] for verb in VERBS]
-    lines += [["--version"], ["decode", "outptu=x"], ["run", str(tmp_path / "absent.toml")], ["prepare", f"output={tmp_path}"]]
+    lines += [
+        ["tasks"],
+        ["--version"],
+        ["decode", "outptu=x"],
+        ["run", str(tmp_path / "absent.toml")],
+        ["prepare", f"output={tmp_path}"],
+    ]
     code = f"""
 import sys
 from calibeam.cli import main
@@ -87,7 +93,7 @@ for line in {lines!r}:
 print("heavy:", sorted({{"torch", "transformers", "matplotlib"}} & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)  # noqa: S603
-    assert done.stdout.count("ended with 0") == len(VERBS) + 1
+    assert done.stdout.count("ended with 0") == len(VERBS) + 2
     assert done.stdout.count("ended with 2") == 3
     assert done.stdout.endswith("heavy: []\n")
 
@@ -95,6 +101,14 @@ print("heavy:", sorted({{"torch", "transformers", "matplotlib"}} & set(sys.modul
 def test_version() -> None:
     done = command("--version")
     assert (done.returncode, done.stdout) == (0, f"calibeam {calibeam.__version__}\n")
+
+
+def test_the_tasks_are_listed_with_the_papers_figures() -> None:
+    done = command("tasks")
+    assert (done.returncode, done.stderr) == (0, "")
+    for name in ("cnn_dailymail", "xsum", "reddit_tifu_long", "samsum", "squad_qg", "msmarco_nlg", "webnlg_en", "commongen"):
+        assert f"\n{name}: " in done.stdout
+    assert "fine-tuned 44.31/21.91/41.41, calibrated 47.97/24.18/44.88" in done.stdout
 
 
 # Mistakes in settings
@@ -142,6 +156,17 @@ def test_prepare_with_a_recipe_and_with_settings_alone(tmp_path: Path, rows_file
     assert "settings.max_train: 0 there, 1 now" in refused("prepare", alone, *files, "max_train=1")
     assert command("prepare", alone, *files, "max_train=1", "--force").returncode == 0
     assert len(store.read(tmp_path / "alone", "prepare").examples("train")) == 1
+
+
+def test_a_task_is_prepared_from_a_folder_and_its_properties_are_printed(tmp_path: Path) -> None:
+    for name in ("train", "val", "test"):
+        row = {"id": name, "dialogue": f"Ann: hello {name}", "summary": "Ann says hello."}
+        (tmp_path / f"{name}.json").write_text(json.dumps([row]))
+    done = command("prepare", f"output={tmp_path / 'out'}", "task=samsum", f"path={tmp_path}")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "1 / 1 / 1" in done.stdout
+    assert "14,732 / 818 / 819" in done.stdout
+    assert "1 train, 1 validation, 1 test rows" in done.stdout
 
 
 def test_a_bad_row_is_an_error_with_file_and_row(tmp_path: Path, rows_file: Callable[..., Path]) -> None:

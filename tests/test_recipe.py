@@ -102,7 +102,7 @@ def test_a_key_inside_something_that_is_no_table_is_refused() -> None:
         ("zzz", "unknown key decode.zzz; known are batch_size, data, device, "),
     ],
 )
-def test_an_unknown_key_is_refused_with_the_nearest_one(key: str, message: str) -> None:
+def test_fault_43_an_unknown_key_is_refused_with_the_nearest_one(key: str, message: str) -> None:
     with pytest.raises(CalibeamError, match="^" + re.escape(message)):
         decode_config(**{key: 1})
 
@@ -125,7 +125,7 @@ def test_needed_keys_that_are_missing_are_named() -> None:
         ("device", 0, "decode.device must be a string, got 0"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_refused(key: str, value: Any, message: str) -> None:
+def test_fault_43_a_value_of_the_wrong_type_is_refused(key: str, value: Any, message: str) -> None:
     with pytest.raises(CalibeamError) as error:
         decode_config(**{key: value})
     assert str(error.value) == message
@@ -156,7 +156,7 @@ def test_a_whole_number_will_do_for_a_number_and_a_list_for_a_tuple() -> None:
         ("diversity", 0.5, "decode.diversity belongs to method='diverse_beam'"),
     ],
 )
-def test_a_value_out_of_range_is_refused(key: str, value: Any, message: str) -> None:
+def test_fault_43_a_value_out_of_range_is_refused(key: str, value: Any, message: str) -> None:
     with pytest.raises(CalibeamError) as error:
         decode_config(**{key: value})
     assert str(error.value) == message
@@ -169,9 +169,35 @@ def test_a_value_out_of_range_is_refused(key: str, value: Any, message: str) -> 
         ("methods", ["beam", "bean"], "evaluate.methods must be one of beam, diverse_beam, nucleus, got 'bean'"),
     ],
 )
-def test_every_item_of_a_list_must_be_in_range(key: str, value: Any, message: str) -> None:
+def test_fault_43_every_item_of_a_list_must_be_in_range(key: str, value: Any, message: str) -> None:
     with pytest.raises(CalibeamError, match="^" + re.escape(message)):
         recipe.build(evaluate.Config, "evaluate", {**PLACES, key: value})
+
+
+TRAINING = {**PLACES, "scored": "scored"}
+
+
+@pytest.mark.parametrize(
+    ("stage", "values", "message"),
+    [
+        (calibrate, {"betta": 1}, "unknown key calibrate.betta; did you mean beta?"),
+        (calibrate, {"beta": "ten"}, "calibrate.beta must be a number, got 'ten'"),
+        (calibrate, {"beta": -1}, "calibrate.beta must be at least 0, got -1"),
+        (calibrate, {"loss": "rnak"}, "did you mean 'rank'?"),
+        (decode, {"method": "nucleus", "top_p": 1.5}, "decode.top_p must be at most 1, got 1.5"),
+        (decode, {"method": "diverse_beam", "num_candidates": 15, "groups": 4}, "groups"),
+        (decode, {"method": "diverse_beam", "num_candidates": 2, "groups": 3}, "groups"),
+        (decode, {"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens"),
+        (evaluate, {"newline": ""}, "evaluate.newline must not be empty"),
+        (prepare, {"task": "samsun"}, "did you mean 'samsum'?"),
+        (prepare, {"bad_rows": "skipp"}, "did you mean 'skip'?"),
+    ],
+)
+def test_fault_43_wrong_settings_of_every_kind_are_refused(stage: Any, values: dict[str, Any], message: str) -> None:
+    places = {"output": "out"} if stage is prepare else TRAINING if stage is calibrate else PLACES
+    with pytest.raises(CalibeamError) as error:
+        recipe.build(stage.Config, stage.__name__.rsplit(".", 1)[-1], {**places, **values})
+    assert message in str(error.value)
 
 
 def test_a_config_made_in_python_is_checked_as_well() -> None:

@@ -97,7 +97,7 @@ def test_a_decoder_only_model_is_refused(tokenizer: Any, tmp_path: Path) -> None
         load(folder, device="cpu")
 
 
-def test_a_tokenizer_with_more_ids_than_embeddings_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+def test_fault_34_a_tokenizer_with_more_ids_than_embeddings_is_refused(tokenizer: Any, tmp_path: Path) -> None:
     folder = plain_checkpoint(tiny_model("bart", vocabulary=len(tokenizer) - 1), tokenizer, tmp_path / "model")
     with pytest.raises(CalibeamError, match=f"ids up to {len(tokenizer) - 1}, the model {len(tokenizer) - 1} embeddings"):
         load(folder, device="cpu")
@@ -109,12 +109,22 @@ def test_a_model_with_spare_embeddings_is_welcome(tokenizer: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("name", ["pad", "eos"])
-def test_a_tokenizer_with_another_special_id_is_refused(name: str, tokenizer: Any, tmp_path: Path) -> None:
+def test_fault_34_a_tokenizer_with_another_special_id_is_refused(name: str, tokenizer: Any, tmp_path: Path) -> None:
     model = tiny_model("bart", vocabulary=len(tokenizer))
     for config in (model.config, model.generation_config):
         setattr(config, f"{name}_token_id", 5)
     folder = plain_checkpoint(model, tokenizer, tmp_path / "model")
     with pytest.raises(CalibeamError, match=rf"its {name} token has id \d, the model's 5"):
+        load(folder, device="cpu")
+
+
+def test_fault_34_a_start_token_that_the_model_has_no_embedding_for_is_refused(tokenizer: Any, tmp_path: Path) -> None:
+    model = tiny_model("bart", vocabulary=len(tokenizer))
+    for config in (model.config, model.generation_config):
+        config.decoder_start_token_id = len(tokenizer)
+    folder = plain_checkpoint(model, tokenizer, tmp_path / "model")
+    message = f"decoder_start_token_id of .* is {len(tokenizer)}, but the model has {len(tokenizer)} embeddings"
+    with pytest.raises(CalibeamError, match=message):
         load(folder, device="cpu")
 
 
@@ -201,7 +211,7 @@ def test_a_target_without_an_end_token_gets_one(pair: Seq2Seq) -> None:
     assert without.encode_targets(["the red fox"], 2)[0] == [[with_end[0][0], EOS]]
 
 
-def test_cut_texts_are_counted(pair: Seq2Seq) -> None:
+def test_fault_33_cut_texts_are_counted(pair: Seq2Seq) -> None:
     """Texts of 1, 2, ... tokens and the end: those of more than 4 in all are cut to 4."""
     texts = [sentence(seed, 1 + seed) for seed in range(6)]
     whole = [len(ids) for ids in pair.tokenizer(texts)["input_ids"]]

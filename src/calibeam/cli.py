@@ -169,6 +169,21 @@ def calibrate_model(
 
 
 @app.command()
+def tasks() -> None:
+    """List the datasets known by name, for `calibeam prepare task=NAME [path=FOLDER]`, with the paper's figures.
+
+    Reads:   nothing
+
+    Writes:  nothing
+
+    Example: calibeam tasks
+    """
+    from calibeam.tasks import TASKS, describe
+
+    typer.echo("\n\n".join(map(describe, TASKS.values())))
+
+
+@app.command()
 def doctor() -> None:
     """Say what this machine has (torch, GPU, memory, extras) and what that means.
 

@@ -356,6 +356,9 @@ def _check_tokenizer(model: Any, tokenizer: Any, folder: Path) -> None:
     ids = special_ids(model)
     rows = model.get_input_embeddings().num_embeddings
     highest = max(tokenizer.get_vocab().values(), default=-1)
+    for name, one in (("decoder_start_token_id", ids.start), ("forced_bos_token_id", ids.forced_first)):
+        if one is not None and not 0 <= one < rows:
+            raise CalibeamError(f"{name} of {folder} is {one}, but the model has {rows} embeddings")
     if highest >= rows:
         raise CalibeamError(
             f"the tokenizer in {folder} does not fit the model: it has ids up to {highest}, the model {rows} embeddings"

@@ -4,6 +4,7 @@ import warnings
 
 import numpy as np
 import pytest
+from rouge_score import tokenize
 from rouge_score.rouge_scorer import RougeScorer
 
 from calibeam.paper.metrics import (
@@ -13,9 +14,11 @@ from calibeam.paper.metrics import (
     has_repetition,
     kendall_tau,
     pair_agreement,
+    properties,
     r_m,
     repetition_rate,
     rouge,
+    words,
 )
 
 PIECES = [
@@ -94,6 +97,14 @@ def test_newlines_separate_the_sentences_of_rouge_lsum() -> None:
     assert rouge(["red fox ran blue bird sang"], ["blue bird sang red fox ran"])["rougeLsum"][0, 2] == pytest.approx(1 / 2)
 
 
+def test_fault_38_what_separates_the_sentences_of_rouge_lsum_is_said() -> None:
+    """PEGASUS writes <n>. Left as it is, it is a word that separates nothing."""
+    prediction, reference = "red fox ran<n>blue bird sang", "blue bird sang\nred fox ran"
+    assert rouge([prediction], [reference.replace("\n", "<n>")], newline="<n>")["rougeLsum"][0, 2] == 1.0
+    assert rouge([prediction], [reference], newline="<n>")["rougeLsum"][0, 2] == 1.0
+    assert rouge([prediction], [reference])["rougeLsum"][0, 2] < 1.0
+
+
 def test_words_of_more_than_three_letters_are_stemmed_unless_told_otherwise() -> None:
     """ "dogs" becomes "dog"; "gas" would become "ga", and is left alone."""
     assert rouge(["dogs", "gas"], ["dog", "ga"], kinds=["rouge1"])["rouge1"][:, 2].tolist() == [1.0, 0.0]
@@ -111,7 +122,7 @@ def test_no_texts_give_no_scores() -> None:
     assert {kind: values.shape for kind, values in rouge([], []).items()} == dict.fromkeys(ROUGE_KINDS, (0, 3))
 
 
-def test_text_without_latin_letters_warns() -> None:
+def test_fault_37_text_without_latin_letters_warns() -> None:
     with pytest.warns(UserWarning, match="2 texts have none"):
         scores = rouge(["日本語", "Привет мир", "fine"], ["日本語", "Привет мир", "fine"])
     assert scores["rouge1"][:, 2].tolist() == [0.0, 0.0, 1.0]
@@ -180,6 +191,20 @@ def test_coverage_and_density_by_hand() -> None:
     coverage, density = coverage_and_density("the red fox ran over the hill", "The red fox sat on the hill")
     assert coverage == pytest.approx(5 / 7)
     assert density == pytest.approx(13 / 7)
+
+
+def test_words_are_those_of_rouge_score() -> None:
+    """Not stemmed; and letters that are not Latin are never turned into Latin ones, as the capital I with a dot would be."""
+    generator = np.random.default_rng(0)
+    for _ in range(500):
+        text = "".join(generator.choice(list("aZ09 _-'.\né日"), 30))
+        assert words(text) == tokenize.tokenize(text, None)
+    assert words("\u0130zmir \u212a2") == ["zmir", "2"]
+
+
+def test_the_properties_of_a_dataset_by_hand() -> None:
+    """Sources of 3 and 2 words, targets of 2 and 1; "a b" is copied in one piece, "x" is not."""
+    assert properties([("a b c", "a b"), ("a b", "x")]) == pytest.approx((2.5, 1.5, 0.5, 1.0))
 
 
 def test_a_fragment_is_the_longest_at_its_place() -> None:

@@ -58,9 +58,17 @@ def run_validation(run: Any, tmp_path: Path) -> Callable[..., store.Folder]:
 
 
 def write_jsonl(path: Path, content: Rows) -> None:
-    opener: Any = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
-    with opener(path, "wt", encoding="utf-8") as file:
-        file.writelines(json.dumps(row, ensure_ascii=False) + "\n" for row in content)
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in content).encode()
+    compress: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.compress, ".xz": lzma.compress, ".zst": zstd}
+    path.write_bytes(compress.get(path.suffix, bytes)(text))
+
+
+def zstd(content: bytes) -> bytes:
+    return pa.compress(content, codec="zstd", asbytes=True)
+
+
+def write_json(path: Path, content: Rows) -> None:
+    path.write_text(json.dumps(content))
 
 
 def write_csv(path: Path, content: Rows) -> None:
@@ -81,6 +89,8 @@ KINDS: dict[str, Callable[[Path, Rows], None]] = {
     "x.ndjson": write_jsonl,
     "x.jsonl.gz": write_jsonl,
     "x.jsonl.xz": write_jsonl,
+    "x.jsonl.zst": write_jsonl,
+    "x.json": write_json,
     "x.csv": write_csv,
     "x.csv.gz": write_csv,
     "x.tsv": write_csv,
@@ -94,20 +104,21 @@ AWKWARD = [
     "nul \0 inside",
     "emoji 🦊 👩‍🔬, 日本語, e\u0301 and é",
     "\ufeffa byte order mark",
+    "right to left \u202e, isolated \u2067, שלום",
     "line separator \u2028 and next line \x85",
     "[bold]markup[/] and \x1b[31mescapes",
 ]
 
 
 @pytest.mark.parametrize("name", KINDS)
-def test_every_kind_of_file_gives_the_same_rows_and_text_as_it_was(tmp_path: Path, run: Any, name: str) -> None:
+def test_fault_36_every_kind_of_file_gives_the_same_rows_and_text_as_it_was(tmp_path: Path, run: Any, name: str) -> None:
     content = rows(3) + [{"id": f"awkward {i}", "source": text, "target": text} for i, text in enumerate(AWKWARD)]
     KINDS[name](tmp_path / name, content)
     folder = run(tmp_path / name)
     assert folder.examples("train") == examples(content)
     assert folder.examples("validation") == examples(rows(2, 1000))
     assert folder.examples("test") == examples(rows(2, 2000))
-    assert folder.manifest["counts"] == {"train": 11, "validation": 2, "test": 2}
+    assert folder.manifest["counts"] == {"train": 12, "validation": 2, "test": 2}
 
 
 @pytest.mark.parametrize("ending", [b"\n", b"\r\n"], ids=["LF", "CRLF"])
@@ -121,14 +132,14 @@ def test_every_kind_of_file_gives_the_same_rows_and_text_as_it_was(tmp_path: Pat
         ("x.tsv", ["source\ttarget", "a\tä", "b\t🦊"]),
     ],
 )
-def test_byte_order_marks_line_endings_and_blank_lines_do_no_harm(
+def test_fault_36_byte_order_marks_line_endings_and_blank_lines_do_no_harm(
     tmp_path: Path, run: Any, name: str, lines: list[str], mark: bytes, ending: bytes, last: bool
 ) -> None:
     (tmp_path / name).write_bytes(mark + ending.join(line.encode() for line in lines) + (ending if last else b""))
     assert run(tmp_path / name).examples("train") == [Example("1", "a", ("ä",)), Example("2", "b", ("🦊",))]
 
 
-def test_escaped_surrogate_pairs_are_the_characters_they_stand_for(tmp_path: Path, run: Any) -> None:
+def test_fault_36_escaped_surrogate_pairs_are_the_characters_they_stand_for(tmp_path: Path, run: Any) -> None:
     (tmp_path / "x.jsonl").write_text(r'{"source": "\ud83e\udd8a", "target": "\u0000t"}')
     assert run(tmp_path / "x.jsonl").examples("train") == [Example("1", "🦊", ("\0t",))]
 
@@ -167,35 +178,11 @@ def line(**fields: Any) -> bytes:
     return json.dumps({"source": "s", "target": "t", **fields}).encode() + b"\n"
 
 
-BAD_LINES: dict[str, tuple[bytes, str]] = {
-    "missing field": (b'{"source": "s", "tgt": "t"}\n', "no field 'target'; it has 'source', 'tgt'"),
-    "null": (line(source=None), "field 'source' is missing"),
-    "empty": (line(target=""), "field 'target' is empty"),
-    "whitespace": (line(source=" \n\t\u00a0"), "field 'source' is empty"),
-    "number": (line(target=3), "field 'target' is a int, not text"),
-    "object": (line(target={"a": 1}), "field 'target' is a dict, not text"),
-    "list as source": (line(source=["a"]), "field 'source' is a list, not text"),
-    "empty list": (line(target=[]), "field 'target' is empty"),
-    "null in list": (line(target=["a", None]), "field 'target' is missing"),
-    "number in list": (line(target=["a", 3]), "field 'target' is a int, not text"),
-    "not an object": (b'["s", "t"]\n', "not an object with fields"),
-    "just text": (b'"s"\n', "not an object with fields"),
-    "invalid JSON": (b'{"source": "s", "target": \n', "not valid JSON"),
-    "nested too deep": (b"[" * 200_000 + b"\n", "not valid JSON"),
-    "number too long": (b'{"source": "s", "target": ' + b"9" * 5000 + b"}\n", "not valid JSON"),
-    "invalid UTF-8": (b'{"source": "caf\xe9", "target": "t"}\n', "not valid UTF-8"),
-    "lone surrogate": (rb'{"source": "\ud800", "target": "t"}' + b"\n", "field 'source' is not valid Unicode"),
-    "lone surrogate in id": (rb'{"id": "\ud800", "source": "s", "target": "t"}' + b"\n", "field 'id' is not valid Unicode"),
-    "over-long": (line(source="x" * 1_000_001), "field 'source' is over-long: 1,000,001 characters, at most 1,000,000 are taken"),
-    "id of another type": (line(id=1.5), "field 'id' is a float, not text or a whole number"),
-    "id given twice": (line(id="first"), "field 'id' repeats the id 'first' of row 1"),
-}
+Bad = dict[str, tuple[bytes, str]]
 
 
-@pytest.mark.parametrize(("bad", "message"), BAD_LINES.values(), ids=BAD_LINES)
-def test_a_bad_row_is_an_error_with_file_row_and_field_or_is_skipped(
-    tmp_path: Path, run_validation: Any, bad: bytes, message: str
-) -> None:
+def assert_reported(tmp_path: Path, run_validation: Any, bad: bytes, message: str) -> None:
+    """An error with file, row and field; or skipped, counted and noted."""
     file = tmp_path / "rows.jsonl"
     file.write_bytes(line(id="first") + GOOD + bad + GOOD)
     with pytest.raises(CalibeamError) as error:
@@ -206,6 +193,83 @@ def test_a_bad_row_is_an_error_with_file_row_and_field_or_is_skipped(
     assert folder.manifest["counts"]["validation_skipped"] == 1
     expected = f"{file.name} has 1 rows that cannot be used:\n  row 3: {message}"
     assert any(expected in note for note in folder.manifest["notes"])
+
+
+EMPTY: Bad = {
+    "null": (line(source=None), "field 'source' is missing"),
+    "empty source": (line(source=""), "field 'source' is empty"),
+    "empty target": (line(target=""), "field 'target' is empty"),
+    "whitespace": (line(source=" \n\t\u00a0"), "field 'source' is empty"),
+    "empty list": (line(target=[]), "field 'target' is empty"),
+    "null in list": (line(target=["a", None]), "field 'target' is missing"),
+    "empty in list": (line(target=["a", ""]), "field 'target' is empty"),
+}
+
+
+@pytest.mark.parametrize(("bad", "message"), EMPTY.values(), ids=EMPTY)
+def test_fault_32_empty_text_is_an_error_or_skipped_and_counted(
+    tmp_path: Path, run_validation: Any, bad: bytes, message: str
+) -> None:
+    assert_reported(tmp_path, run_validation, bad, message)
+
+
+WRONG_COLUMNS: Bad = {
+    "missing field": (b'{"source": "s", "tgt": "t"}\n', "no field 'target'; it has 'source', 'tgt'"),
+    "number": (line(target=3), "field 'target' is a int, not text"),
+    "object": (line(target={"a": 1}), "field 'target' is a dict, not text"),
+    "list as source": (line(source=["a"]), "field 'source' is a list, not text"),
+    "number in list": (line(target=["a", 3]), "field 'target' is a int, not text"),
+    "not an object": (b'["s", "t"]\n', "not an object with fields"),
+    "just text": (b'"s"\n', "not an object with fields"),
+    "id of another type": (line(id=1.5), "field 'id' is a float, not text or a whole number"),
+    "id given twice": (line(id="first"), "field 'id' repeats the id 'first' of row 1"),
+}
+
+
+@pytest.mark.parametrize(("bad", "message"), WRONG_COLUMNS.values(), ids=WRONG_COLUMNS)
+def test_fault_35_wrong_columns_types_and_ids_are_errors_with_row_and_column(
+    tmp_path: Path, run_validation: Any, bad: bytes, message: str
+) -> None:
+    assert_reported(tmp_path, run_validation, bad, message)
+
+
+WRONG_TEXT: Bad = {
+    "invalid UTF-8": (b'{"source": "caf\xe9", "target": "t"}\n', "not valid UTF-8"),
+    "lone surrogate": (rb'{"source": "\ud800", "target": "t"}' + b"\n", "field 'source' is not valid Unicode"),
+    "lone surrogate in id": (rb'{"id": "\ud800", "source": "s", "target": "t"}' + b"\n", "field 'id' is not valid Unicode"),
+    "over-long": (line(source="x" * 1_000_001), "field 'source' is over-long: 1,000,001 characters, at most 1,000,000 are taken"),
+    "a line of 10 MB": (line(target="x y " * 2_500_000), "field 'target' is over-long: 10,000,000 characters"),
+    "a line of 40 MB": (line(more="x" * 40_000_000), "over-long: a line of more than 32 MiB"),
+}
+
+
+@pytest.mark.parametrize(("bad", "message"), WRONG_TEXT.values(), ids=WRONG_TEXT)
+def test_fault_36_text_that_is_none_or_too_long_is_reported_with_its_row(
+    tmp_path: Path, run_validation: Any, bad: bytes, message: str
+) -> None:
+    assert_reported(tmp_path, run_validation, bad, message)
+
+
+BROKEN_LINES: Bad = {
+    "invalid JSON": (b'{"source": "s", "target": \n', "not valid JSON"),
+    "nested too deep": (b"[" * 200_000 + b"\n", "not valid JSON"),
+    "number too long": (b'{"source": "s", "target": ' + b"9" * 5000 + b"}\n", "not valid JSON"),
+}
+
+
+@pytest.mark.parametrize(("bad", "message"), BROKEN_LINES.values(), ids=BROKEN_LINES)
+def test_fault_42_a_broken_line_is_reported_with_its_number(
+    tmp_path: Path, run_validation: Any, bad: bytes, message: str
+) -> None:
+    assert_reported(tmp_path, run_validation, bad, message)
+
+
+def test_fault_42_one_broken_line_of_very_many_has_its_number(tmp_path: Path, run_validation: Any) -> None:
+    file = tmp_path / "rows.jsonl.gz"
+    file.write_bytes(gzip.compress(GOOD * 11_233 + GOOD[:-4] + b"\n" + GOOD * 8_766, compresslevel=1))
+    with pytest.raises(CalibeamError, match=r"has 1 rows that cannot be used:\n  row 11234: not valid JSON"):
+        run_validation(file)
+    assert run_validation(file, bad_rows="skip").manifest["counts"]["validation"] == 19_999
 
 
 BAD_CSV: dict[str, tuple[bytes, str]] = {
@@ -222,7 +286,7 @@ BAD_CSV: dict[str, tuple[bytes, str]] = {
 
 
 @pytest.mark.parametrize(("bad", "message"), BAD_CSV.values(), ids=BAD_CSV)
-def test_a_bad_row_of_a_csv_file_is_an_error_with_file_and_place(
+def test_fault_35_a_bad_row_of_a_csv_file_is_an_error_with_file_and_place(
     tmp_path: Path, run_validation: Any, bad: bytes, message: str
 ) -> None:
     file = tmp_path / "rows.csv"
@@ -233,13 +297,13 @@ def test_a_bad_row_of_a_csv_file_is_an_error_with_file_and_place(
     assert message in str(error.value)
 
 
-def test_a_bad_row_of_a_parquet_file_is_an_error_with_file_row_and_field(tmp_path: Path, run_validation: Any) -> None:
+def test_fault_35_a_bad_row_of_a_parquet_file_is_an_error_with_file_row_and_field(tmp_path: Path, run_validation: Any) -> None:
     write_parquet(tmp_path / "rows.parquet", [{"source": "s", "target": "t"}, {"source": None, "target": "t"}])
     with pytest.raises(CalibeamError, match=r"rows\.parquet has 1 rows .*:\n  row 2: field 'source' is missing"):
         run_validation(tmp_path / "rows.parquet")
 
 
-def test_invalid_utf8_in_a_parquet_file_is_an_error_with_its_name(tmp_path: Path, run_validation: Any) -> None:
+def test_fault_36_invalid_utf8_in_a_parquet_file_is_an_error_with_its_name(tmp_path: Path, run_validation: Any) -> None:
     broken = pa.StringArray.from_buffers(1, pa.py_buffer(b"\0\0\0\0\4\0\0\0"), pa.py_buffer(b"caf\xe9"))
     pq.write_table(pa.table({"source": broken, "target": ["t"]}), tmp_path / "rows.parquet")
     with pytest.raises(CalibeamError, match=r"rows\.parquet"):
@@ -273,7 +337,7 @@ UNREADABLE: dict[str, tuple[bytes | None, str]] = {
     "header.csv": (b"source,target\n", "the train split is empty: "),
     "blank.jsonl": (b"\n \n", "the train split is empty: "),
     "empty.parquet": (b"", " cannot be read: "),
-    "notes.docx": (b"PK", "unknown kind of file; known are .jsonl, .csv, .tsv and .parquet"),
+    "notes.docx": (b"PK", "unknown kind of file; known are .jsonl, .json, .csv, .tsv and .parquet"),
     "rows": (GOOD, "unknown kind of file"),
     "rows.parquet.gz": (gzip.compress(b"PAR1"), "unknown kind of file"),
     "cut.jsonl.gz": (gzip.compress(GOOD * 1000)[:-20], " cannot be read: "),
@@ -281,6 +345,8 @@ UNREADABLE: dict[str, tuple[bytes | None, str]] = {
     "cut.jsonl.xz": (lzma.compress(GOOD * 1000)[:-20], " cannot be read: "),
     "broken.jsonl.gz": (gzip.compress(GOOD)[:10] + b"\x07" + gzip.compress(GOOD)[11:], " cannot be read: "),
     "broken.jsonl.xz": (lzma.compress(GOOD)[:30] + b"\xff" * 20, " cannot be read: "),
+    "cut.jsonl.zst": (zstd(GOOD * 1000)[:-20], " cannot be read: "),
+    "plain.jsonl.zst": (GOOD, " cannot be read: "),
     "plain.jsonl.gz": (GOOD, " cannot be read: "),
     "plain.jsonl.xz": (GOOD, " cannot be read: "),
     "corrupt.parquet": (b"PAR1" + b"\0" * 100 + b"PAR1", " cannot be read: "),
@@ -288,7 +354,7 @@ UNREADABLE: dict[str, tuple[bytes | None, str]] = {
 
 
 @pytest.mark.parametrize("name", UNREADABLE)
-def test_a_file_that_cannot_be_used_is_an_error_with_its_name(tmp_path: Path, run: Any, name: str) -> None:
+def test_fault_42_a_file_that_cannot_be_used_is_an_error_with_its_name(tmp_path: Path, run: Any, name: str) -> None:
     content, message = UNREADABLE[name]
     if content is not None:
         (tmp_path / name).write_bytes(content)
@@ -360,12 +426,30 @@ def test_with_a_test_file_nothing_is_noted(tmp_path: Path, run: Any) -> None:
     assert run(jsonl(tmp_path / "x.jsonl", rows(3))).manifest["notes"] == []
 
 
-def test_sources_of_the_training_split_in_other_splits_are_counted_and_noted(tmp_path: Path, run: Any) -> None:
+def test_fault_39_sources_of_the_training_split_in_other_splits_are_counted_and_noted(tmp_path: Path, run: Any) -> None:
     validation = jsonl(tmp_path / "v.jsonl", rows(2, 3) + rows(3, 50))
     manifest = run(jsonl(tmp_path / "x.jsonl", rows(5)), validation=str(validation)).manifest
     assert manifest["counts"]["validation_sources_in_train"] == 2
     assert "2 sources of the validation split are also in the training split" in manifest["notes"]
     assert "test_sources_in_train" not in manifest["counts"]
+
+
+def test_fault_39_references_given_twice_are_counted_and_noted(tmp_path: Path, run: Any) -> None:
+    content = [{"source": f"s{i}", "target": ["a", "b", "a"] if i < 2 else ["a", "b"]} for i in range(5)]
+    manifest = run(jsonl(tmp_path / "x.jsonl", content)).manifest
+    assert manifest["counts"]["rows_with_a_reference_twice"] == 2
+    assert "2 rows have the same reference twice" in manifest["notes"]
+
+
+@pytest.mark.parametrize("token", ["</s>", "<s>", "<pad>", "<unk>", "<mask>", "<extra_id_0>", "<extra_id_99>", "[SEP]"])
+def test_fault_40_special_tokens_in_text_are_kept_as_text_and_counted(tmp_path: Path, run: Any, token: str) -> None:
+    content = rows(4)
+    content[1]["source"] += token
+    content[3]["target"] = f"{token} {content[3]['target']}"
+    folder = run(jsonl(tmp_path / "x.jsonl", content))
+    assert folder.examples("train") == examples(content)
+    assert folder.manifest["counts"]["rows_with_special_tokens"] == 2
+    assert any(note.startswith("2 rows hold special tokens") for note in folder.manifest["notes"])
 
 
 def test_at_most_so_many_rows_are_kept_and_always_the_same(tmp_path: Path, run: Any) -> None:

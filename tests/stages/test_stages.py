@@ -96,6 +96,58 @@ def counts(folder: str | Path) -> dict[str, Any]:
     return json.loads((Path(folder) / store.MANIFEST).read_text())["counts"]
 
 
+# Sources and targets that are too long
+
+POSITIONS = 64
+
+
+def test_fault_33_texts_longer_than_the_model_are_cut_and_counted_in_every_stage(tmp_path: Path, tokenizer: Any) -> None:
+    """A model of 64 positions; in every split one row of two is far longer than that."""
+    files = {}
+    for number, split in enumerate(("train", "validation", "test")):
+        long, short = (sentence(2 * number + i, length) for i, length in enumerate((400, 8)))
+        rows = [{"source": long, "target": [long, "a fox"]}, {"source": short, "target": [short]}]
+        files[split] = write_rows(tmp_path / f"{split}.jsonl", rows)
+    data = str(prepare.run(prepare.Config(output=str(tmp_path / "data"), **files)))
+    start = tmp_path / "start"
+    seq2seq.save(Seq2Seq(tiny_model("bart", 0, len(tokenizer)), tokenizer), start)
+    places = {"data": data, "model": str(start)}
+    lengths = {"max_source_length": POSITIONS, "max_target_length": POSITIONS}
+    training = {**lengths, "batch_size": 2, "max_steps": 1, "eval_steps": 1}
+    tuned = finetune.run(finetune.Config(**places, output=str(tmp_path / "tuned"), **training))
+    assert counts(tuned)["sources_cut"] == 2  # once for each reference
+    assert counts(tuned)["targets_cut"] == 1
+    search = {"max_new_tokens": 4, "max_source_length": POSITIONS}
+    found = decode.run(decode.Config(**places, output=str(tmp_path / "decode"), num_candidates=3, **search))
+    assert counts(found)["sources_cut"] == 1
+    scored = score.run(score.Config(**places, candidates=str(found), output=str(tmp_path / "score"), max_target_length=POSITIONS))
+    assert counts(scored)["targets_cut"] == 1
+    trained = calibrate.run(calibrate.Config(**places, scored=str(scored), output=str(tmp_path / "calibrate"), **training))
+    assert {name: counts(trained)[name] for name in ("sources_cut", "targets_cut")} == {"sources_cut": 1, "targets_cut": 1}
+    evaluated = evaluate.run(
+        evaluate.Config(**places, output=str(tmp_path / "ev"), num_candidates=(2,), max_target_length=POSITIONS, **search)
+    )
+    assert {name: counts(evaluated)[name] for name in ("sources_cut", "targets_cut")} == {"sources_cut": 1, "targets_cut": 1}
+
+
+def test_fault_33_lengths_beyond_the_models_positions_are_refused(tmp_path: Path, tokenizer: Any) -> None:
+    data = str(prepare.run(prepare.Config(output=str(tmp_path / "data"), **{
+        split: write_rows(tmp_path / f"{split}.jsonl", made_up_rows(first, 2))
+        for split, first in (("train", 0), ("validation", 10), ("test", 20))
+    })))  # fmt: skip
+    start = tmp_path / "start"
+    seq2seq.save(Seq2Seq(tiny_model("bart", 0, len(tokenizer)), tokenizer), start)
+    places = {"data": data, "model": str(start), "output": str(tmp_path / "out")}
+    search = {"max_new_tokens": 4, "max_source_length": POSITIONS}
+    for stage, values in (
+        (decode, {"max_source_length": POSITIONS + 1, "max_new_tokens": 4}),
+        (finetune, {"max_source_length": POSITIONS, "max_target_length": POSITIONS + 1}),
+        (evaluate, {**search, "max_target_length": POSITIONS + 1}),
+    ):
+        with pytest.raises(CalibeamError, match=rf"is {POSITIONS + 1}, but the model has {POSITIONS} positions"):
+            stage.run(stage.Config(**places, **values))
+
+
 # decode
 
 METHODS = [{"method": "beam"}, {"method": "diverse_beam", "groups": 2, "diversity": 0.5}, {"method": "nucleus", "top_p": 0.2}]
@@ -411,6 +463,26 @@ def test_the_figures_are_those_of_the_outputs(evaluation: store.Folder, results:
     assert any(result["rouge2"] > 0 for result in results["settings"])
 
 
+def test_fault_38_what_separates_sentences_is_a_setting_and_in_the_signature(tmp_path: Path, tuned: str) -> None:
+    """Two lines of a reference, in the other order than the output has them, match one by one."""
+    rows = made_up_rows(8, 2)
+    texts = []
+    for newline in ("<n>", "\n"):
+        for row in rows:
+            row["target"] = newline.join(row["source"].split()[:4][::-1])
+        split = write_rows(tmp_path / f"{len(newline)}.jsonl", rows)
+        data = prepare.run(
+            prepare.Config(output=str(tmp_path / f"data-{len(newline)}"), train=split, validation=split, test=split)
+        )
+        settings = {"num_candidates": (1,), "max_new_tokens": 8, **LENGTHS, "newline": newline}
+        output = str(tmp_path / f"ev-{len(newline)}")
+        folder = evaluate.run(evaluate.Config(data=str(data), model=tuned, output=output, **settings))
+        (result,) = json.loads((folder / "results.json").read_text())["settings"]
+        assert f"sentences by {newline!r}" in result["signature"]
+        texts.append(result["rougeLsum"])
+    assert texts[0] == texts[1] > 0
+
+
 def test_the_output_is_the_candidate_that_ranks_first(evaluation: store.Folder, results: dict[str, Any]) -> None:
     alphas = {result["setting"]: result["length_alpha"] for result in results["settings"]}
     outputs = evaluation.rows("outputs", evaluate.OUTPUTS)
@@ -468,6 +540,21 @@ def test_similarity_is_measured_in_the_reference_model(tmp_path: Path, data: str
 
 def more_words(predictions: Sequence[str], references: Sequence[Sequence[str]]) -> list[int]:
     return [len(text.split()) - len(wanted[0].split()) for text, wanted in zip(predictions, references, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("given", "measured"), [((), ["rouge", "repetition", "gem"]), (("squad_qg",), ["rouge", "repetition", "squad_qg"])]
+)
+def test_a_task_is_measured_by_its_own_metric_unless_others_are_named(
+    given: tuple[str, ...], measured: list[str], tmp_path: Path, tuned: str
+) -> None:
+    for name, first in (("train", 0), ("validation", 100), ("test", 8)):
+        write_rows(tmp_path / f"{name}.jsonl", made_up_rows(first, 4))
+    data = prepare.run(prepare.Config(output=str(tmp_path / "data"), task="commongen", path=str(tmp_path)))
+    settings = {"num_candidates": (1,), "max_new_tokens": 8, "metrics": given, **LENGTHS}
+    folder = evaluate.run(evaluate.Config(data=str(data), model=tuned, output=str(tmp_path / "out"), **settings))
+    (result,) = json.loads((folder / "results.json").read_text())["settings"]
+    assert list(result["metrics"]) == measured
 
 
 @pytest.fixture(scope="module")

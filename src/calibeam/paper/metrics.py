@@ -11,7 +11,7 @@ import unicodedata
 import warnings
 from collections.abc import Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -25,11 +25,12 @@ def rouge(
     *,
     kinds: Sequence[str] = ROUGE_KINDS,
     stem: bool = True,
+    newline: str = "\n",
 ) -> dict[str, np.ndarray]:
     """Precision, recall and F of every prediction, by kind: float64 [examples, 3].
 
     Where a reference is a list of strings, the one of highest F counts. rougeLsum takes sentences to
-    be separated by newlines, which the caller has to put there.
+    be separated by newlines, which the caller has to put there, or to say what is there instead.
     """
     import numpy as np
 
@@ -38,7 +39,8 @@ def rouge(
     scorer = _rouge_scorer(tuple(kinds), stem)
     scores = {kind: np.zeros((len(predictions), 3)) for kind in kinds}
     for row, (prediction, reference) in enumerate(zip(predictions, references, strict=True)):
-        best = scorer.score_multi([reference] if isinstance(reference, str) else list(reference), prediction)
+        wanted = [reference] if isinstance(reference, str) else list(reference)
+        best = scorer.score_multi([text.replace(newline, "\n") for text in wanted], prediction.replace(newline, "\n"))
         for kind in kinds:
             scores[kind][row] = best[kind]
     _warn_of_invisible_text(predictions)
@@ -72,24 +74,44 @@ def repetition_rate(texts: Sequence[str]) -> float:
     return sum(map(has_repetition, texts)) / len(texts) if texts else 0.0
 
 
+class Properties(NamedTuple):
+    """Appendix A: means over all examples of a dataset."""
+
+    source_words: float
+    target_words: float
+    coverage: float
+    density: float
+
+
+def properties(pairs: Sequence[tuple[str, str]]) -> Properties:
+    """Of (source, target): their words as rouge-score counts them, and how much of the target is copied."""
+    measured = [(len(words(s)), len(words(t)), *coverage_and_density(s, t)) for s, t in pairs]
+    return Properties(*(sum(column) / len(measured) for column in zip(*measured, strict=True)))
+
+
+def words(text: str) -> list[str]:
+    """rouge-score's, not stemmed: runs of Latin letters and digits, lower-cased. Other letters separate them."""
+    return [word.lower() for word in re.findall(r"[A-Za-z0-9]+", text)]
+
+
 def coverage_and_density(source: str, target: str) -> tuple[float, float]:
-    """Extractive fragment coverage and density of Grusky et al. (2018), on lower-cased words.
+    """Extractive fragment coverage and density of Grusky et al. (2018).
 
     Fragments are the longest shared word sequences, found greedily from left to right in the target;
     coverage is the share of the target's words in them, density their mean squared length per word.
     """
-    words, summary = _words(source), _words(target)
+    article, summary = words(source), words(target)
     if not summary:
         return 0.0, 0.0
     places: dict[str, list[int]] = {}
-    for position, word in enumerate(words):
+    for position, word in enumerate(article):
         places.setdefault(word, []).append(position)
     fragments, i = [], 0
     while i < len(summary):
         longest = 0
         for j in places.get(summary[i], ()):
             length = 0
-            while i + length < len(summary) and j + length < len(words) and summary[i + length] == words[j + length]:
+            while i + length < len(summary) and j + length < len(article) and summary[i + length] == article[j + length]:
                 length += 1
             longest = max(longest, length)
         if longest:
@@ -119,10 +141,6 @@ def kendall_tau(log_p: Sequence[float], quality: Sequence[float]) -> float | Non
             pairs, distinct_p, distinct_q = pairs + 1, distinct_p + (p != 0), distinct_q + (q != 0)
             balance += (p * q > 0) - (p * q < 0)
     return balance / (distinct_p * distinct_q) ** 0.5 if distinct_p and distinct_q else None
-
-
-def _words(text: str) -> list[str]:
-    return re.findall(r"\w+|[^\w\s]", text.lower())
 
 
 @cache

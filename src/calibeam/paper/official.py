@@ -76,12 +76,17 @@ def own(function: Callable[[Sequence[str], References], Sequence[float]]) -> Met
 # ROUGE as in the paper's own tables
 
 
-def rouge_statistics(predictions: Sequence[str], references: References) -> np.ndarray:
-    """F of ROUGE-1, -2 and -Lsum by the best reference. [examples, 3]"""
-    import numpy as np
+def rouge_metric(newline: str = "\n") -> Metric:
+    """newline: what separates the sentences, for ROUGE-Lsum."""
 
-    scores = rouge(predictions, references)
-    return np.stack([scores[kind][:, 2] for kind in ROUGE_KINDS], axis=1)
+    def statistics(predictions: Sequence[str], references: References) -> np.ndarray:
+        """F of ROUGE-1, -2 and -Lsum by the best reference. [examples, 3]"""
+        import numpy as np
+
+        scores = rouge(predictions, references, newline=newline)
+        return np.stack([scores[kind][:, 2] for kind in ROUGE_KINDS], axis=1)
+
+    return Metric(statistics, rouge_figures, f"rouge:F,stemmed,sentences by {newline!r},best reference", ("rouge-score",))
 
 
 def rouge_figures(sums: np.ndarray, examples: int) -> dict[str, np.ndarray]:
@@ -236,7 +241,7 @@ def _nltk_words(text: str) -> str:
 
 
 METRICS: dict[str, Metric] = {
-    "rouge": Metric(rouge_statistics, rouge_figures, "rouge:F,stemmed,sentences by newline,best reference", ("rouge-score",)),
+    "rouge": rouge_metric(),
     "repetition": Metric(repetition_statistics, means("rate"), "repetition:any word n-gram followed by itself"),
     "squad_qg": _coco_metric(treebank, (1, 2, 3, 4), "case:lc|tok:treebank|meteor:left out", "nltk"),
     "msmarco": _coco_metric(spacy_english, (1,), "case:lc|tok:spacy-en", "spacy"),

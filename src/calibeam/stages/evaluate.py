@@ -25,6 +25,7 @@ from calibeam.recipe import option, plain
 from calibeam.records import CalibeamError, Example, Outputs
 from calibeam.stages.decode import check_output_length, check_search
 from calibeam.stages.score import BERTSCORE, SimilarityConfig
+from calibeam.tasks import TASKS
 
 if TYPE_CHECKING:
     import numpy as np
@@ -64,8 +65,11 @@ class Config(SimilarityConfig):
     max_target_length: int = option(128, "target tokens; longer targets are cut", at_least=1)
     max_examples: int = option(0, "evaluate at most so many; 0 for all", at_least=0)
     metrics: tuple[str | Callable[..., Any], ...] = option(
-        ("rouge",), "what to measure; rouge and repetition always are", choices=lambda: (*official.METRICS, BERTSCORE)
+        (),
+        "what to measure besides rouge and repetition; not given: the task's own",
+        choices=lambda: (*official.METRICS, BERTSCORE),
     )
+    newline: str = option("\n", "what separates the sentences of outputs and references, for ROUGE-Lsum: PEGASUS writes <n>")
     seed: int = option(0, "for nucleus", at_least=0)
     batch_size: int = option(0, "sources decoded together; 0 to choose by device", at_least=0, identity=False)
     device: str = option("auto", "auto, cpu or cuda", identity=False)
@@ -73,7 +77,7 @@ class Config(SimilarityConfig):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_output_length(self.min_new_tokens, self.max_new_tokens)
-        for name in ("methods", "num_candidates", "length_alphas"):
+        for name in ("methods", "num_candidates", "length_alphas", "newline"):
             if not getattr(self, name):
                 raise CalibeamError(f"{name} must not be empty")
         for method, number in itertools.product(self.methods, self.num_candidates):
@@ -102,14 +106,16 @@ def run(config: Config, *, force: bool = False) -> Path:
     output = store.Output("evaluate", config, inputs, force=force)
     if output.done:
         return output.path
+    task = data.manifest["settings"].get("task", "")
     examples = data.examples(config.split)[: config.max_examples or None]
     evaluated = load_for_inference(model.path, config.device)
     judge = load_for_inference(reference.path, config.device) if config.reference else evaluated
     check_lengths(evaluated, config.max_source_length, max(config.max_new_tokens, config.max_target_length))
     sources, cut = evaluated.encode_sources([example.source for example in examples], config.max_source_length)
+    _, targets_cut = evaluated.encode_targets([t for e in examples for t in e.targets], config.max_target_length)
     with output.writing():
         bertscore = config.load_bertscore(encoder, [example.targets for example in examples], config.device)
-        compares_by, measured_by = config.compares_by(bertscore), _metrics(config, encoder, bertscore)
+        compares_by, measured_by = config.compares_by(bertscore), _metrics(config, task, encoder, bertscore)
         results = [
             _evaluate(evaluated, judge, examples, sources, config, compares_by, measured_by, method, num_candidates, alpha)
             for method, num_candidates, alpha in itertools.product(config.methods, config.num_candidates, config.length_alphas)
@@ -127,7 +133,7 @@ def run(config: Config, *, force: bool = False) -> Path:
             "settings": [result for result, *_ in results],
         }
         output.write_json("results.json", figures)
-        output.counts |= {"examples": len(examples), "sources_cut": cut}
+        output.counts |= {"examples": len(examples), "sources_cut": cut, "targets_cut": targets_cut}
     show(f"{config.model} on {config.split}", figures)
     return output.path
 
@@ -254,11 +260,11 @@ def _evaluate(
         judge, compares_by, sources, targets, rows,
         max_target_length=config.max_target_length, batch_size=32, description=f"  {name}: similarity",
     )  # fmt: skip
-    rouge = _candidate_rouge(rows, targets)
+    rouge = _candidate_rouge(rows, targets, config.newline)
     means = dict(zip(metrics.ROUGE_KINDS, scores.mean(0).tolist(), strict=True))
     signature = (
         f"decoder:{method}|candidates:{num_candidates}|alpha:{alpha:g}|tokens:{config.min_new_tokens}-{config.max_new_tokens}|"
-        f"split:{config.split}|rouge:rouge-score F,stemmed,sentences by newline,best reference|"
+        f"split:{config.split}|rouge:rouge-score F,stemmed,sentences by {config.newline!r},best reference|"
         f"similarity:{plain(config.similarity)}|seed:{config.seed}|calibeam:{calibeam.__version__}"
     )
     result = {
@@ -285,15 +291,19 @@ def _evaluate(
     ]  # fmt: skip
 
 
-def _metrics(config: Config, encoder: dict[str, store.Folder], bertscore: BertScore | None) -> dict[str, official.Metric]:
+def _metrics(
+    config: Config, task: str, encoder: dict[str, store.Folder], bertscore: BertScore | None
+) -> dict[str, official.Metric]:
     """What the outputs are measured by, known to be installed."""
     chosen: dict[str, official.Metric] = {}
-    for metric in dict.fromkeys((*ALWAYS, *config.metrics)):
+    for metric in dict.fromkeys((*ALWAYS, *(config.metrics or ([TASKS[task].metric] if task else ())))):
         name = functions.name_of(metric) if callable(metric) else metric
         if name in chosen:
             raise CalibeamError(f"metrics holds two functions called {name}")
         if callable(metric):
             chosen[name] = official.own(metric)
+        elif name == "rouge":
+            chosen[name] = official.rouge_metric(config.newline)
         elif bertscore and name == BERTSCORE:
             signature = (
                 f"bertscore:best reference|model:{encoder[name].digest[:16]}|layer:{config.bertscore_layer or 'last'}|"
@@ -312,12 +322,12 @@ def _figures(metric: official.Metric, statistics: np.ndarray) -> dict[str, Any]:
     return {"signature": metric.signed(), "figures": {name: figure._asdict() for name, figure in found.items()}}
 
 
-def _candidate_rouge(rows: Sequence[dict[str, Any]], targets: Sequence[Sequence[str]]) -> list[list[float]]:
+def _candidate_rouge(rows: Sequence[dict[str, Any]], targets: Sequence[Sequence[str]], newline: str) -> list[list[float]]:
     """The mean ROUGE F of every candidate."""
     import numpy as np
 
     flat = [(text, target) for row, target in zip(rows, targets, strict=True) for text in row["texts"]]
-    scores = metrics.rouge([text for text, _ in flat], [target for _, target in flat])
+    scores = metrics.rouge([text for text, _ in flat], [target for _, target in flat], newline=newline)
     mean = iter(np.mean([values[:, 2] for values in scores.values()], axis=0).tolist())
     return [list(itertools.islice(mean, len(row["texts"]))) for row in rows]
 

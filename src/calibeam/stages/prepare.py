@@ -1,40 +1,34 @@
 """Read rows of source and target, check every one, and write the splits.
 
-Reads:   JSONL, CSV, TSV or Parquet files (JSONL and CSV also as .gz or .xz), splits of Hub datasets
-         (hub:NAME:SPLIT or hub:NAME@REVISION:SPLIT, with the extra calibeam[datasets]), or a task by name
-Writes:  train.parquet, validation.parquet and test.parquet with id, source and targets
+Reads:   JSONL, JSON, CSV, TSV or Parquet files (all but Parquet also as .gz, .xz or .zst), splits of Hub datasets
+         (hub:NAME:SPLIT or hub:NAME@REVISION:SPLIT, with the extra calibeam[datasets]), or a task by name:
+         from the Hub, or with path=FOLDER from the files it is published as (`calibeam tasks` lists them)
+Writes:  train.parquet, validation.parquet and test.parquet with id, source and targets; for a published task
+         also properties.json, measured as in the paper's table of datasets
 Example: calibeam prepare output=out/data train=train.jsonl validation=val.jsonl source_column=article
 """
 
 from __future__ import annotations
 
-import csv
-import gzip
 import hashlib
-import io
-import json
-import lzma
-import zlib
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
-from calibeam import display, store
+from calibeam import display, rows, store
+from calibeam.paper.metrics import Properties, properties
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError, Example
+from calibeam.rows import LONGEST_FIELD, Complaint
 from calibeam.tasks import TASKS
+from calibeam.tasks.task import SPLITS, UNSPLIT, Task, split_by_hash
 
-SPLITS = ("train", "validation", "test")
-HUB = "hub:"
-LONGEST_FIELD = 1_000_000
 SHOWN = 5
-
-
-class Complaint(str):
-    """What a reader has to say of a row that it cannot give."""
+TOLERATED = 100  # a published dataset may have one row in so many that cannot be used
+SPECIAL_TOKENS = re.compile(r"</?s>|<pad>|<unk>|<mask>|<extra_id_\d+>|\[(?:PAD|CLS|SEP|UNK|MASK)\]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,12 +37,15 @@ class Config(StageConfig):
     validation: str = option("", "file of validation rows", identity=False)
     test: str = option("", "file of test rows; without one, half of the validation rows are set aside", identity=False)
     task: str = option("", "a dataset known by name, instead of files", choices=lambda: ("", *TASKS))
+    path: str = option("", "for a task: the folder or file of what is published, instead of the Hub", identity=False)
     packages: tuple[str, ...] = option(("stdlib",), "for task=docstrings: the installed packages to read")
     fresh: bool = option(False, "for task=docstrings: only names that the demo's model was not trained on")
     source_column: str = option("source", "the column of the source text")
     target_columns: tuple[str, ...] = option(("target",), "the columns of the references; each a string or a list")
     id_column: str = option("id", "the column of the row's id; rows are numbered where there is none")
-    bad_rows: str = option("error", "what to do with rows that cannot be used", choices=lambda: ("error", "skip"))
+    bad_rows: str = option(
+        "error", "what to do with rows that cannot be used; a task may have 1 in 100", choices=lambda: ("error", "skip")
+    )
     max_train: int = option(0, "keep at most so many rows, chosen by a hash of their id; 0 for all", at_least=0)
     max_validation: int = option(0, "likewise", at_least=0)
     max_test: int = option(0, "likewise", at_least=0)
@@ -59,89 +56,160 @@ class Config(StageConfig):
             raise CalibeamError("target_columns must name at least one column")
 
 
+class Names(NamedTuple):
+    """The columns of a row."""
+
+    source: str = "source"
+    targets: tuple[str, ...] = ("target",)
+    id: str = "id"
+
+
+class Read:
+    """What was read, by split: the rows that can be used, and of every row the source and first reference, to be measured."""
+
+    def __init__(self) -> None:
+        self.examples: dict[str, list[Example]] = {split: [] for split in SPLITS}
+        self.pairs: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
+        self._numbers: dict[str, dict[str, int]] = {split: {} for split in SPLITS}
+
+    def take(self, example: Example, split: str, number: int, names: Names) -> str:
+        """Keep the example of a row, or say why not."""
+        numbers = self._numbers[split]
+        if example.id in numbers:
+            return f"field {names.id!r} repeats the id {example.id!r} of row {numbers[example.id]}"
+        numbers[example.id] = number
+        self.examples[split].append(example)
+        return ""
+
+
 def run(config: Config, *, force: bool = False) -> Path:
-    files = {split: name for split in SPLITS if (name := getattr(config, split))}
-    if bool(config.task) == bool(files):
-        raise CalibeamError("prepare needs either a task or files: train, validation and, if there is one, test")
-    for split in ("train", "validation"):
-        if files and split not in files:
-            raise CalibeamError(f"prepare needs a {split} file")
-    inputs = {split: _as_input(place) for split, place in files.items()}
+    task = TASKS[config.task] if config.task else None
+    places = _places(config, task)
+    lists = task.lists(Path(config.path)) if task and config.path else {}
+    inputs = {split: _as_input(some) for split, some in places.items()}
+    if lists:
+        inputs["lists"] = store.Folder(Path(config.path), hashlib.sha256(repr(sorted(lists.items())).encode()).hexdigest(), {})
     output = store.Output("prepare", config, inputs, force=force)
     if output.done:
         return output.path
     with output.writing():
-        if config.task:
-            splits = TASKS[config.task](config.packages, config.fresh)
-        else:
-            splits = {split: _read_split(split, place, config, output) for split, place in files.items()}
-            if "test" not in splits:
-                splits["validation"], splits["test"] = _halves(splits["validation"])
-                output.notes.append("no test file: half of the validation rows, by a hash of their id, became the test split")
-        splits = {split: _limit(rows, getattr(config, f"max_{split}")) for split, rows in splits.items()}
-        for split, rows in splits.items():
-            if not rows:
-                raise CalibeamError(f"the {split} split is empty" + (f": {files[split]}" if split in files else ""))
-            output.write_rows(split, ({"id": r.id, "source": r.source, "targets": r.targets} for r in rows), store.EXAMPLES)
-            output.counts[split] = len(rows)
-        _note_leaks(splits, output)
+        read = _read(places, lists, config, task, output)
+        generate = task.generate if task else None
+        splits = generate(config.packages, config.fresh) if generate else _with_test(read, places, task, output)
+        for split in SPLITS:
+            if not splits[split]:
+                raise CalibeamError(f"the {split} split is empty" + "".join(f": {place}" for place in places.get(split, [])[:1]))
+        if task and not generate:
+            _show(task, read.pairs, output)
+        splits = {split: _limit(splits[split], getattr(config, f"max_{split}")) for split in SPLITS}
+        for split, examples in splits.items():
+            output.write_rows(split, ({"id": e.id, "source": e.source, "targets": e.targets} for e in examples), store.EXAMPLES)
+            output.counts[split] = len(examples)
+        _note_oddities(splits, output)
     for note in output.notes:
         display.say(f"prepare: {note}", style="yellow")
-    display.say("prepare: " + ", ".join(f"{len(rows):,} {split}" for split, rows in splits.items()) + " rows")
+    display.say("prepare: " + ", ".join(f"{len(examples):,} {split}" for split, examples in splits.items()) + " rows")
     return output.path
 
 
-def _as_input(place: str) -> store.Folder:
-    if place.startswith(HUB):
-        digest = hashlib.sha256()
-        for row in _hub(place):
-            digest.update(json.dumps(row, default=str).encode())
-        return store.Folder(Path(place), digest.hexdigest(), {})
-    if not Path(place).is_file():
-        raise CalibeamError(f"no file at {place}")
-    with Path(place).open("rb") as stream:
-        return store.Folder(Path(place), hashlib.file_digest(stream, "sha256").hexdigest(), {})
+def _places(config: Config, task: Task | None) -> dict[str, list[str]]:
+    """Where the rows of each split are."""
+    files = {split: [name] for split in SPLITS if (name := getattr(config, split))}
+    if bool(task) == bool(files):
+        raise CalibeamError("prepare needs either a task or files: train, validation and, if there is one, test")
+    if config.path and (task is None or task.generate):
+        raise CalibeamError("path belongs to a task that is published as files")
+    if task is None:
+        for split in ("train", "validation"):
+            if split not in files:
+                raise CalibeamError(f"prepare needs a {split} file")
+        return files
+    if config.path:
+        return task.find(Path(config.path))
+    return {split: [f"{task.hub}/{pattern}"] for split, pattern in task.files.items()}
 
 
-def _read_split(split: str, place: str, config: Config, output: store.Output) -> list[Example]:
-    """The usable rows of a file; what is wrong with the others is an error or a count, as the recipe says."""
-    path = Path(place)
-    every_row = _hub(place) if place.startswith(HUB) else _reader(path)(path)
-    rows: list[Example] = []
-    problems: list[tuple[int, str]] = []
-    seen: dict[str, int] = {}
-    for number, row in enumerate(every_row, start=1):
-        example, problem = _example(row, number, config)
-        if example is not None and example.id in seen:
-            problem = f"field {config.id_column!r} repeats the id {example.id!r} of row {seen[example.id]}"
-        if problem or example is None:
-            problems.append((number, problem))
-            continue
-        seen[example.id] = number
-        rows.append(example)
-    if problems:
-        listed = "\n  ".join(f"row {number}: {problem}" for number, problem in problems[:SHOWN])
-        more = f"\n  and {len(problems) - SHOWN:,} more" if len(problems) > SHOWN else ""
-        message = f"has {len(problems):,} rows that cannot be used:\n  {listed}{more}"
-        if config.bad_rows == "error":
-            raise CalibeamError(f"{place} {message}\nMend them, or pass bad_rows=skip to leave them out")
-        output.notes.append(f"skipped: {path.name} {message}")
-        output.counts[f"{split}_skipped"] = len(problems)
-    return rows
+def _as_input(places: Sequence[str]) -> store.Folder:
+    digests = [rows.digest(place) for place in places]
+    together = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    return store.Folder(Path(places[0]), together, {})
 
 
-def _example(row: Any, number: int, config: Config) -> tuple[Example | None, str]:
+def _read(
+    places: Mapping[str, Sequence[str]], lists: Mapping[str, str], config: Config, task: Task | None, output: store.Output
+) -> Read:
+    names = Names() if task else Names(config.source_column, config.target_columns, config.id_column)
+    read = Read()
+    for part, some in places.items():
+        numbers = itertools.count(1)  # for rows without an id
+        for place in some:
+            problems: list[tuple[int, str]] = []
+            taken = 0
+            for number, row in _plain_rows(place, part, task):
+                split = _split(row, part, lists)
+                if split is None:
+                    output.counts["rows_in_no_split"] = output.counts.get("rows_in_no_split", 0) + 1
+                    continue
+                if task and isinstance(row, dict):
+                    read.pairs[split].append(_pair(row))
+                    if task.hides(split) and row.get("target") == []:
+                        continue
+                example, problem = _example(row, next(numbers), names)
+                problem = read.take(example, split, number, names) if example else problem
+                if problem:
+                    problems.append((number, problem))
+                taken += not problem
+            tolerated = config.bad_rows == "skip" or (task is not None and len(problems) * TOLERATED <= taken)
+            _report(problems, place, part, tolerated, output)
+    return read
+
+
+def _plain_rows(place: str, part: str, task: Task | None) -> Iterator[tuple[int, Any]]:
+    """Rows of id, source and target, or a Complaint, with the number of the row that each stands in."""
+    published = task.unpack(rows.read(place), place) if task else rows.read(place)
+    for number, row in enumerate(published, start=1):
+        for plain in task.plain(row, part) if task else (row,):
+            yield number, plain
+
+
+def _split(row: Any, part: str, lists: Mapping[str, str]) -> str | None:
+    """The split of a row: what the lists say of its group, or else that of its file; a hash decides where there is neither."""
+    group = row.get("group") if isinstance(row, dict) else None
+    if lists and group is not None:
+        return lists.get(group)
+    return split_by_hash(str(group or row)) if part == UNSPLIT else part
+
+
+def _pair(row: dict[str, Any]) -> tuple[str, str]:
+    target = row.get("target") or ""
+    return str(row.get("source") or ""), str(target[0] if isinstance(target, list) else target)
+
+
+def _report(problems: Sequence[tuple[int, str]], place: str, split: str, tolerated: bool, output: store.Output) -> None:
+    """What is wrong with the rows of a file: an error or a note."""
+    if not problems:
+        return
+    listed = "\n  ".join(f"row {number}: {problem}" for number, problem in problems[:SHOWN])
+    more = f"\n  and {len(problems) - SHOWN:,} more" if len(problems) > SHOWN else ""
+    message = f"has {len(problems):,} rows that cannot be used:\n  {listed}{more}"
+    if not tolerated:
+        raise CalibeamError(f"{place} {message}\nMend them, or pass bad_rows=skip to leave them out")
+    output.notes.append(f"skipped: {Path(place).name} {message}")
+    output.counts[f"{split}_skipped"] = output.counts.get(f"{split}_skipped", 0) + len(problems)
+
+
+def _example(row: Any, number: int, names: Names) -> tuple[Example | None, str]:
     """The row as an Example, or what is wrong with it."""
     if isinstance(row, Complaint):
         return None, row
     if not isinstance(row, dict):
         return None, "not an object with fields"
     texts: dict[str, list[str]] = {}
-    for column in (config.source_column, *config.target_columns):
+    for column in (names.source, *names.targets):
         if column not in row:
             return None, f"no field {column!r}; it has {', '.join(map(repr, row)) or 'none'}"
         value = row[column]
-        values = value if isinstance(value, list) and column != config.source_column else [value]
+        values = value if isinstance(value, list) and column != names.source else [value]
         for text in values:
             if not isinstance(text, str):
                 return None, f"field {column!r} is {'missing' if text is None else f'a {type(text).__name__}, not text'}"
@@ -152,15 +220,15 @@ def _example(row: Any, number: int, config: Config) -> tuple[Example | None, str
             if _not_unicode(text):
                 return None, f"field {column!r} is not valid Unicode"
         texts[column] = values
-    targets = tuple(text for column in config.target_columns for text in texts[column])
+    targets = tuple(text for column in names.targets for text in texts[column])
     if not targets:
-        return None, f"field {config.target_columns[0]!r} is empty"
-    given = row.get(config.id_column)
+        return None, f"field {names.targets[0]!r} is empty"
+    given = row.get(names.id)
     if given is not None and not isinstance(given, str | int):
-        return None, f"field {config.id_column!r} is a {type(given).__name__}, not text or a whole number"
+        return None, f"field {names.id!r} is a {type(given).__name__}, not text or a whole number"
     if _not_unicode(str(given)):
-        return None, f"field {config.id_column!r} is not valid Unicode"
-    return Example(str(number if given is None else given), texts[config.source_column][0], targets), ""
+        return None, f"field {names.id!r} is not valid Unicode"
+    return Example(str(number if given is None else given), texts[names.source][0], targets), ""
 
 
 def _not_unicode(text: str) -> bool:
@@ -171,112 +239,72 @@ def _not_unicode(text: str) -> bool:
     return False
 
 
-def _reader(path: Path) -> Callable[[Path], Iterator[Any]]:
-    """By the file's ending. A reader yields what is in each row, or a Complaint."""
-    name = path.name.removesuffix(".gz").removesuffix(".xz")
-    ending = Path(name).suffix.lower()
-    if ending == ".parquet" and name == path.name:
-        return _parquet
-    readers = {".jsonl": _jsonl, ".json": _jsonl, ".ndjson": _jsonl, ".csv": _csv, ".tsv": _csv}
-    if ending not in readers:
-        raise CalibeamError(f"{path}: unknown kind of file; known are .jsonl, .csv, .tsv and .parquet")
-    return readers[ending]
+def _with_test(read: Read, places: Mapping[str, Any], task: Task | None, output: store.Output) -> dict[str, list[Example]]:
+    """The splits; where there are no references to test on, validation has to serve."""
+    splits = dict(read.examples)
+    if task and task.hides("test") and not splits["test"]:
+        splits["test"] = splits["validation"]
+        output.notes.append("the test split is published without references: as in the paper, validation stands in for it")
+    if task is None and "test" not in places:
+        splits["validation"], splits["test"] = _halves(splits["validation"])
+        output.notes.append("no test file: half of the validation rows, by a hash of their id, became the test split")
+    return splits
 
 
-@contextmanager
-def _bytes_of(path: Path) -> Iterator[IO[bytes]]:
-    openers: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
-    try:
-        with openers.get(path.suffix, open)(path, "rb") as stream:
-            yield stream
-    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise CalibeamError(f"{path} cannot be read: {error}") from error
+def _show(task: Task, pairs: Mapping[str, Sequence[tuple[str, str]]], output: store.Output) -> None:
+    """The dataset's properties beside the paper's. References that were not published then count as empty, as they did there."""
+    assert task.paper is not None
+    measured = properties([(s, "" if task.hides(split) else t) for split, some in pairs.items() for s, t in some])
+    counts = {split: len(some) for split, some in pairs.items()}
+    output.write_json("properties.json", {"examples": counts, **measured._asdict()})
 
+    def line(name: str, examples: str, found: Properties) -> tuple[str, ...]:
+        words = f"{found.source_words:.2f}", f"{found.target_words:.2f}"
+        return name, examples, *words, f"{found.coverage:.1%}", f"{found.density:.2f}"
 
-def _jsonl(path: Path) -> Iterator[Any]:
-    with _bytes_of(path) as stream:
-        for line in stream:
-            try:
-                text = line.decode("utf-8-sig").strip()
-                if text:
-                    yield json.loads(text)
-            except UnicodeDecodeError:
-                yield Complaint("not valid UTF-8")
-            except (ValueError, RecursionError) as error:
-                yield Complaint(f"not valid JSON: {error}")
-
-
-def _csv(path: Path) -> Iterator[Any]:
-    tab = ".tsv" in path.name.lower()
-    csv.field_size_limit(2 * LONGEST_FIELD)
-    with _bytes_of(path) as stream:
-        rows = csv.reader(
-            io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline=""),
-            delimiter="\t" if tab else ",",
-            strict=True,
-        )
-        try:
-            header = next(rows, [])
-            for row in rows:
-                if len(row) == len(header):
-                    yield dict(zip(header, row, strict=True))
-                elif row:
-                    yield Complaint(f"{len(row)} fields where the header has {len(header)}")
-        except csv.Error as error:
-            raise CalibeamError(f"{path}, line {rows.line_num}: {error}") from error
-
-
-def _parquet(path: Path) -> Iterator[Any]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
-        raise CalibeamError(f"{path} cannot be read: {error}") from error
-
-
-def _hub(place: str) -> Iterator[Any]:
-    """The rows of a dataset's split, from the Hugging Face Hub or a local folder. No loading script is ever run."""
-    name, _, split = place.removeprefix(HUB).rpartition(":")
-    name, _, revision = name.partition("@")
-    if not name or not split:
-        raise CalibeamError(f"{place} is not of the form {HUB}NAME:SPLIT or {HUB}NAME@REVISION:SPLIT")
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise CalibeamError(f"{place} needs the datasets package: pip install 'calibeam[datasets]'") from None
-    try:
-        yield from load_dataset(name, split=split, revision=revision or None)
-    except Exception as error:
-        raise CalibeamError(f"{place} cannot be loaded: {str(error).strip().splitlines()[0]}") from error
+    display.table(
+        f"{task.name}: examples of train / validation / test, mean words, extractiveness",
+        ("", "examples", "source", "target", "coverage", "density"),
+        [
+            line("here", " / ".join(f"{count:,}" for count in counts.values()), measured),
+            line("paper", task.paper.examples, task.paper.properties),
+        ],
+    )
 
 
 def _by_hash(example: Example) -> bytes:
     return hashlib.sha256(example.id.encode()).digest()
 
 
-def _limit(rows: list[Example], most: int) -> list[Example]:
-    """The `most` rows of smallest hash, in their own order."""
-    if not most or len(rows) <= most:
-        return rows
-    kept = {row.id for row in sorted(rows, key=_by_hash)[:most]}
-    return [row for row in rows if row.id in kept]
+def _limit(examples: list[Example], most: int) -> list[Example]:
+    """The `most` examples of smallest hash, in their own order."""
+    if not most or len(examples) <= most:
+        return examples
+    kept = {example.id for example in sorted(examples, key=_by_hash)[:most]}
+    return [example for example in examples if example.id in kept]
 
 
-def _halves(rows: list[Example]) -> tuple[list[Example], list[Example]]:
-    order = sorted(rows, key=_by_hash)
-    test = {row.id for row in order[: len(order) // 2]}
-    return [row for row in rows if row.id not in test], [row for row in rows if row.id in test]
+def _halves(examples: list[Example]) -> tuple[list[Example], list[Example]]:
+    order = sorted(examples, key=_by_hash)
+    test = {example.id for example in order[: len(order) // 2]}
+    return [e for e in examples if e.id not in test], [e for e in examples if e.id in test]
 
 
-def _note_leaks(splits: dict[str, list[Example]], output: store.Output) -> None:
-    """Sources that stand in the training split and in another."""
-    train = {row.source for row in splits["train"]}
-    leaks = Counter({split: sum(row.source in train for row in splits[split]) for split in ("validation", "test")})
-    for split, count in leaks.items():
-        if count:
-            output.counts[f"{split}_sources_in_train"] = count
-            output.notes.append(f"{count:,} sources of the {split} split are also in the training split")
+def _note_oddities(splits: Mapping[str, Sequence[Example]], output: store.Output) -> None:
+    """What is no error, and worth knowing."""
+    train = {example.source for example in splits["train"]}
+    for split in ("validation", "test"):
+        leaked = sum(example.source in train for example in splits[split])
+        _note(f"{split}_sources_in_train", leaked, f"sources of the {split} split are also in the training split", output)
+    every = [example for examples in splits.values() for example in examples]
+    twice = sum(len(set(example.targets)) < len(example.targets) for example in every)
+    _note("rows_with_a_reference_twice", twice, "rows have the same reference twice", output)
+    special = sum(any(map(SPECIAL_TOKENS.search, (example.source, *example.targets))) for example in every)
+    what = "a tokenizer that knows them takes them for its own, and a target ends at an end token"
+    _note("rows_with_special_tokens", special, f"rows hold special tokens such as </s> as text: {what}", output)
+
+
+def _note(name: str, count: int, what: str, output: store.Output) -> None:
+    if count:
+        output.counts[name] = count
+        output.notes.append(f"{count:,} {what}")

@@ -84,7 +84,7 @@ class Config(SimilarityConfig):
     data: str = option(help="the folder written by prepare", identity=False)
     candidates: str = option(help="the folder written by decode", identity=False)
     model: str = option(help="the fine-tuned model, whose decoder states are compared", identity=False)
-    max_target_length: int = option(128, "target tokens; longer targets are cut", at_least=1)
+    max_target_length: int = option(128, "target tokens, or the model's positions; longer targets are cut", at_least=1)
     batch_size: int = option(32, "sources scored together", at_least=1, identity=False)
     device: str = option("auto", "auto, cpu or cuda", identity=False)
 
@@ -103,6 +103,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         return output.path
     decoding = candidates.manifest["settings"]
     tuned = load_for_inference(model.path, config.device)
+    longest = min(config.max_target_length, seq2seq.max_positions(tuned.model) or config.max_target_length)
     examples = data.examples(decoding["split"])
     rows = candidates.rows("candidates", store.CANDIDATES)
     if [row["id"] for row in rows] != [example.id for example in examples]:
@@ -110,17 +111,19 @@ def run(config: Config, *, force: bool = False) -> Path:
     with output.writing():
         sources, _ = tuned.encode_sources([example.source for example in examples], decoding["max_source_length"])
         targets = [example.targets for example in examples]
+        _, cut = tuned.encode_targets([target for each in targets for target in each], longest)
         function = config.compares_by(config.load_bertscore(encoder, targets, config.device))
         name = functions.name_of(config.similarity) if callable(config.similarity) else config.similarity
         scores = similarities(
             tuned, function, sources, targets, rows,
-            max_target_length=config.max_target_length, batch_size=config.batch_size, description=f"score {name}",
+            max_target_length=longest, batch_size=config.batch_size, description=f"score {name}",
         )  # fmt: skip
         output.write_rows("scored", ({**row, "similarity": s} for row, s in zip(rows, scores, strict=True)), store.SCORED)
         agreeing, pairs = map(sum, zip(*(pair_agreement(r["log_p"], s) for r, s in zip(rows, scores, strict=True)), strict=True))
         output.counts |= {
             "split": decoding["split"],
             "sources": len(rows),
+            "targets_cut": cut,
             "candidates": sum(map(len, scores)),
             "sources_without_a_pair": sum(len(set(s)) < 2 for s in scores),
             "likelihood_agrees": agreeing / pairs if pairs else None,

@@ -28,6 +28,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from calibeam.records import CalibeamError, Example
+from calibeam.tasks.task import Task
 
 STDLIB = "stdlib"
 SKIPPED_FOLDERS = frozenset({"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "__pycache__", "_vendor"})
@@ -151,3 +152,15 @@ def _with_unique_ids(examples: list[Example]) -> list[Example]:
         suffix = "" if times[example.id] == 1 else f"#{times[example.id]}"
         unique.append(Example(example.id + suffix, example.source, example.targets))
     return unique
+
+
+TASK = Task(
+    name="docstrings",
+    about="the embedded one: Python code and the first line of its docstring, from installed packages",
+    fields="code, docstring",
+    source="the code without its docstring",
+    max_source_length=160,
+    max_target_length=24,
+    metric="rouge",
+    generate=load,
+)

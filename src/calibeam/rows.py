@@ -1,0 +1,198 @@
+"""Rows of files and of Hub datasets, one at a time. What a row holds is not looked at here.
+
+Reading takes no more memory than the longest line allowed, whatever a compressed file expands to. Only a
+JSON document (an array, or one object over several lines) is read whole, and a compressed one up to a limit.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import hashlib
+import io
+import json
+import lzma
+import re
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from pathlib import Path
+from typing import IO, Any
+
+from calibeam.records import CalibeamError
+
+HUB = "hub:"
+ADDRESSES = ("hf://", "file://")  # of files that the datasets package reads
+PINNED = re.compile(r"hf://datasets/[^@]+@[0-9a-f]{40}/")
+LONGEST_FIELD = 1_000_000
+LONGEST_LINE = 1 << 25
+LONGEST_DOCUMENT = 1 << 28  # out of a compressed file
+
+
+class Complaint(str):
+    """What a reader has to say of a row that it cannot give."""
+
+
+def read(place: str) -> Iterator[Any]:
+    """What is in each row of a file, of hub:NAME@REVISION:SPLIT, or of files at an address; or a Complaint."""
+    if place.startswith(HUB):
+        name, _, split = place.removeprefix(HUB).rpartition(":")
+        name, _, revision = name.partition("@")
+        if not name or not split:
+            raise CalibeamError(f"{place} is not of the form {HUB}NAME:SPLIT or {HUB}NAME@REVISION:SPLIT")
+        return _dataset(place, name, split=split, revision=revision or None)
+    if place.startswith(ADDRESSES):
+        return _dataset(place, "parquet" if place.endswith(".parquet") else "json", split="train", data_files=place)
+    return _reader(Path(place))(Path(place))
+
+
+def digest(place: str) -> str:
+    """Of what `read` would give. A commit of the Hub stands for its contents."""
+    if PINNED.match(place):
+        return hashlib.sha256(place.encode()).hexdigest()
+    if place.startswith((HUB, *ADDRESSES)):
+        found = hashlib.sha256()
+        for row in read(place):
+            found.update(json.dumps(row, default=str).encode())
+        return found.hexdigest()
+    if not Path(place).is_file():
+        raise CalibeamError(f"no file at {place}")
+    with Path(place).open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def is_readable(path: Path) -> bool:
+    """Whether the name is that of a kind of file known here."""
+    return kind(path) in READERS
+
+
+def kind(path: Path) -> str:
+    """The file's ending without that of its compression; a Parquet file has its own."""
+    name = path.name
+    for ending in COMPRESSIONS:
+        name = name.removesuffix(ending)
+    ending = Path(name).suffix.lower()
+    return "" if ending == ".parquet" and name != path.name else ending
+
+
+def _reader(path: Path) -> Callable[[Path], Iterator[Any]]:
+    if not is_readable(path):
+        raise CalibeamError(f"{path}: unknown kind of file; known are .jsonl, .json, .csv, .tsv and .parquet")
+    return READERS[kind(path)]
+
+
+def _zstd(path: Path, mode: str) -> IO[bytes]:
+    import pyarrow as pa
+
+    return io.BufferedReader(pa.input_stream(str(path), compression="zstd"))
+
+
+COMPRESSIONS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".zst": _zstd}
+
+
+@contextmanager
+def _bytes_of(path: Path) -> Iterator[IO[bytes]]:
+    try:
+        with COMPRESSIONS.get(path.suffix, open)(path, "rb") as stream:
+            yield stream
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise CalibeamError(f"{path} cannot be read: {error}") from error
+
+
+def _jsonl(path: Path) -> Iterator[Any]:
+    with _bytes_of(path) as stream:
+        yield from _json_lines(_lines(stream))
+
+
+def _json(path: Path) -> Iterator[Any]:
+    """Lines, as in a .jsonl file, if the first line is an object; otherwise a document: the items of an array, or one object."""
+    with _bytes_of(path) as stream:
+        first = stream.readline(LONGEST_LINE)
+        row = next(_json_lines([first]), None)
+        if isinstance(row, dict):
+            yield from chain([row], _json_lines(_lines(stream)))
+            return
+        most = max(LONGEST_DOCUMENT, path.stat().st_size)
+        content = first + stream.read(most)
+        if len(content) > most:
+            raise CalibeamError(
+                f"{path} expands to a JSON document of more than {most >> 20} MiB, which would have to be read whole: "
+                "decompress it first, or use JSON lines or Parquet"
+            )
+    document: Any = next(_json_lines([content]), [])
+    if isinstance(document, Complaint):
+        raise CalibeamError(f"{path} is {document}")
+    yield from document if isinstance(document, list) else [document]
+
+
+def _lines(stream: IO[bytes]) -> Iterator[bytes | Complaint]:
+    while line := stream.readline(LONGEST_LINE + 1):
+        if len(line) > LONGEST_LINE:
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(LONGEST_LINE)
+            yield Complaint(f"over-long: a line of more than {LONGEST_LINE >> 20} MiB")
+        else:
+            yield line
+
+
+def _json_lines(lines: Any) -> Iterator[Any]:
+    for line in lines:
+        if isinstance(line, Complaint):
+            yield line
+            continue
+        try:
+            text = line.decode("utf-8-sig").strip()
+            if text:
+                yield json.loads(text)
+        except UnicodeDecodeError:
+            yield Complaint("not valid UTF-8")
+        except (ValueError, RecursionError) as error:
+            yield Complaint(f"not valid JSON: {error}")
+
+
+def _csv(path: Path) -> Iterator[Any]:
+    csv.field_size_limit(2 * LONGEST_FIELD)
+    with _bytes_of(path) as stream:
+        text = io.TextIOWrapper(stream, encoding="utf-8-sig", errors="surrogateescape", newline="")
+        rows = csv.reader(
+            iter(lambda: text.readline(LONGEST_LINE), ""), delimiter="\t" if kind(path) == ".tsv" else ",", strict=True
+        )
+        try:
+            header = next(rows, [])
+            for row in rows:
+                if len(row) == len(header):
+                    yield dict(zip(header, row, strict=True))
+                elif row:
+                    yield Complaint(f"{len(row)} fields where the header has {len(header)}")
+        except csv.Error as error:
+            raise CalibeamError(f"{path}, line {rows.line_num}: {error}") from error
+
+
+def _parquet(path: Path) -> Iterator[Any]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=1024):
+                yield from batch.to_pylist()
+    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+        raise CalibeamError(f"{path} cannot be read: {error}") from error
+
+
+READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
+    ".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet,
+}  # fmt: skip
+
+
+def _dataset(place: str, *arguments: str, **options: Any) -> Iterator[Any]:
+    """From the Hugging Face Hub, or from local files. No loading script is ever run."""
+    try:
+        from datasets import load_dataset
+    except ImportError:
+        raise CalibeamError(f"{place} needs the datasets package: pip install 'calibeam[datasets]'") from None
+    try:
+        yield from load_dataset(*arguments, **options)
+    except Exception as error:
+        raise CalibeamError(f"{place} cannot be loaded: {(str(error).strip() or repr(error)).splitlines()[0]}") from error

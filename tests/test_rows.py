@@ -1,0 +1,119 @@
+"""Rows of files: JSON lines and documents, compressed or not, and never more in memory than a line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+
+from calibeam import rows
+from calibeam.records import CalibeamError
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".xz": lambda content: lzma.compress(content, preset=0),
+    ".zst": lambda content: pa.compress(content, codec="zstd", asbytes=True),
+}
+SOME = [{"a": 1}, {"a": "ä🦊"}, {"a": [None]}]
+
+
+def lines(content: list[Any]) -> bytes:
+    return b"".join(json.dumps(row).encode() + b"\n" for row in content)
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("x.jsonl", lines(SOME)),
+        ("x.json", lines(SOME)),
+        ("x.json", json.dumps(SOME).encode()),
+        ("x.json", b"\xef\xbb\xbf" + json.dumps(SOME, indent=2).encode()),
+    ],
+    ids=["jsonl", "lines in .json", "array", "array over lines"],
+)
+def test_lines_and_arrays_give_the_same_rows(tmp_path: Path, name: str, content: bytes, ending: str) -> None:
+    file = tmp_path / (name + ending)
+    file.write_bytes(COMPRESS[ending](content))
+    assert list(rows.read(str(file))) == SOME
+
+
+@pytest.mark.parametrize("indent", [None, 2], ids=["in one line", "over lines"])
+def test_an_object_is_one_row(tmp_path: Path, indent: int | None) -> None:
+    document = {"data": SOME, "version": "1"}
+    (tmp_path / "x.json").write_text(json.dumps(document, indent=indent))
+    assert list(rows.read(str(tmp_path / "x.json"))) == [document]
+
+
+def test_frames_one_after_another_are_one_file(tmp_path: Path) -> None:
+    for ending, compress in COMPRESS.items():
+        (tmp_path / f"x.jsonl{ending}").write_bytes(compress(lines(SOME)) + compress(lines(SOME)))
+        assert list(rows.read(str(tmp_path / f"x.jsonl{ending}"))) == SOME + SOME
+
+
+@pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])
+@pytest.mark.parametrize("damage", [lambda c: c[:-9], lambda c: c[: len(c) // 2], lambda c: b"no archive " + c])
+def test_fault_42_a_damaged_archive_is_an_error_with_its_name(
+    tmp_path: Path, ending: str, damage: Callable[[bytes], bytes]
+) -> None:
+    file = tmp_path / f"x.jsonl{ending}"
+    file.write_bytes(damage(COMPRESS[ending](lines([{"a": i} for i in range(5000)]))))
+    with pytest.raises(CalibeamError, match=rf"x\.jsonl\{ending} cannot be read: "):
+        list(rows.read(str(file)))
+
+
+def test_a_document_that_is_not_json_is_an_error_with_its_name(tmp_path: Path) -> None:
+    (tmp_path / "x.json").write_text('[{"a": 1},\n {"a": ')
+    with pytest.raises(CalibeamError, match=r"x\.json is not valid JSON: "):
+        list(rows.read(str(tmp_path / "x.json")))
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_fault_36_a_line_that_is_too_long_is_reported_and_never_held_in_memory(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """32 MiB in one line, where 64 KiB are allowed: the rows around it are read, within 8 MiB."""
+    monkeypatch.setattr(rows, "LONGEST_LINE", 1 << 16)
+    file = tmp_path / f"x.jsonl{ending}"
+    file.write_bytes(COMPRESS[ending](lines(SOME[:1]) + b"x" * (1 << 25) + b"\n" + lines(SOME[:1])))
+    list(rows.read(str(file)))  # what is imported and cached on the way is not what is measured
+    tracemalloc.start()
+    found = list(rows.read(str(file)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert found == [SOME[0], "over-long: a line of more than 0 MiB", SOME[0]]
+    assert isinstance(found[1], rows.Complaint)
+    assert peak < 1 << 23
+
+
+def test_a_small_archive_of_a_large_document_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "LONGEST_DOCUMENT", 1 << 20)
+    content = b"[" + b" " * (1 << 21) + b"]"
+    (tmp_path / "x.json.gz").write_bytes(gzip.compress(content))
+    with pytest.raises(CalibeamError, match=r"x\.json\.gz expands to a JSON document of more than 1 MiB"):
+        list(rows.read(str(tmp_path / "x.json.gz")))
+    (tmp_path / "x.json").write_bytes(content)  # as large as it is
+    assert list(rows.read(str(tmp_path / "x.json"))) == []
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_a_csv_file_of_one_endless_line_is_an_error_and_not_held_in_memory(
+    tmp_path: Path, ending: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rows, "LONGEST_LINE", 1 << 22)
+    file = tmp_path / f"x.csv{ending}"
+    file.write_bytes(COMPRESS[ending](b"a,b\n" + b"x" * (1 << 26)))
+    tracemalloc.start()
+    with pytest.raises(CalibeamError, match=rf"x\.csv{ending}, line 2: field larger than field limit"):
+        list(rows.read(str(file)))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1 << 25
