@@ -60,9 +60,10 @@ def generate(model: Any, input_ids: torch.Tensor, mask: torch.Tensor, beams: int
 
 
 def timed(work: Callable[[], Any], repeat: int) -> tuple[float, float | None, Any]:
-    """Median seconds, GiB of GPU memory at the peak beyond nothing, and what came out."""
+    """Median seconds, GiB of GPU memory held at the peak (by recorded graphs too), and what came out."""
     cuda, seconds, result = torch.cuda.is_available(), [], None
     if cuda:
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     for _ in range(repeat):
         if cuda:
@@ -72,7 +73,7 @@ def timed(work: Callable[[], Any], repeat: int) -> tuple[float, float | None, An
         if cuda:
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds), torch.cuda.max_memory_allocated() / 2**30 if cuda else None, result
+    return statistics.median(seconds), torch.cuda.max_memory_reserved() / 2**30 if cuda else None, result
 
 
 class Rows:

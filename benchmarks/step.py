@@ -22,6 +22,7 @@ from decode import PEAK_FLOPS, Rows, profile, random_pegasus, timed
 from torch import Tensor
 
 from calibeam import seq2seq
+from calibeam.engine.graphs import Batch, Recorded
 from calibeam.engine.packing import Source
 from calibeam.paper.calibration import CALIBRATION_LOSSES
 from calibeam.paper.likelihood import sequence_log_p, token_log_p
@@ -30,6 +31,7 @@ from calibeam.paper.similarity import SIMILARITIES, span_similarity
 from calibeam.seq2seq import Seq2Seq
 from calibeam.stages.calibrate import CalibrationStep, Config
 from calibeam.stages.score import outputs
+from calibeam.training import add_gradients, clear_gradients
 
 
 @dataclass(frozen=True)
@@ -82,24 +84,29 @@ class Work:
         rows = [row for each, target in zip(self.candidates, self.targets, strict=True) for row in (*each[:count], target)]
         return tuple(each.to(self.case.device).view(len(self.sources), count + 1, -1) for each in seq2seq.pad_rows(rows, 0))
 
-    def ours(self, loss: str, pair: bool, torch_compile: bool = True) -> Tensor:
-        config = Config(
-            data="",
-            model="",
-            scored="",
-            output="unused",
-            loss=loss,
-            beta=0.01,
-            reg_weight=1.0,
-            pairs="sampled" if pair else "all",
-            torch_compile=torch_compile,
-        )
+    def ours(self, loss: str, pair: bool) -> Callable[[], Tensor]:
+        """As `calibrate` does it: on a GPU, recorded and replayed."""
+        settings = {"loss": loss, "beta": 0.01, "reg_weight": 1.0, "pairs": "sampled" if pair else "all"}
+        config = Config(data="", model="", scored="", output="unused", **settings)
         step = CalibrationStep(Seq2Seq(self.model, None), Seq2Seq(self.reference, None), config)
         rows = [
             {"token_ids": ids, "similarity": s, "log_p": [0.0] * len(ids)}
             for ids, s in zip(self.candidates, self.similarity.tolist(), strict=True)
         ]
-        return step.loss(step.batch(self.sources, self.targets, rows, torch.Generator().manual_seed(0)))["loss"]
+        parameters = [*self.model.parameters()]
+
+        def work(batch: Batch) -> Tensor:
+            total = step.loss(batch)["loss"]
+            add_gradients(total, parameters)
+            return total.detach()[None]
+
+        recorded = Recorded(work, self.model.device)
+
+        def run() -> Tensor:
+            clear_gradients(parameters)
+            return recorded(step.batch(self.sources, self.targets, rows, torch.Generator().manual_seed(0)))
+
+        return run
 
     def brio(self, loss: str) -> Tensor:
         """The encoder once per source; its output, and everything after it, once per sequence."""
@@ -177,7 +184,7 @@ def run(rows: Rows, case: Case, repeat: int) -> None:
             rows,
             f"list_rank + KL, {name}",
             work,
-            {"BRIO's way": partial(work.brio, "list_rank"), "calibeam": partial(work.ours, "list_rank", False)},
+            {"BRIO's way": partial(work.brio, "list_rank"), "calibeam": work.ours("list_rank", False)},
             repeat,
         )
         if not shared:
@@ -188,7 +195,7 @@ def run(rows: Rows, case: Case, repeat: int) -> None:
                 rows,
                 f"rank + KL, a pair, {name}",
                 two,
-                {"TRL's way": partial(two.trl, "rank"), "calibeam": partial(two.ours, "rank", True)},
+                {"TRL's way": partial(two.trl, "rank"), "calibeam": two.ours("rank", True)},
                 repeat,
             )
         compare(rows, f"score, {name}", work, {"pair by pair": work.score_by_pairs, "calibeam": work.score}, repeat)
@@ -198,15 +205,14 @@ def compare(rows: Rows, case: str, work: Work, ways: dict[str, Callable[[], Tens
     results = {}
     for name, way in ways.items():
         work.model.zero_grad(set_to_none=True)
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        way()
-        work.model.zero_grad(set_to_none=True)
 
-        def clean(way: Callable[[], Tensor] = way) -> Tensor:
-            work.model.zero_grad(set_to_none=True)
+        def clean(way: Callable[[], Tensor] = way, peer: bool = name != "calibeam") -> Tensor:
+            if peer:
+                work.model.zero_grad(set_to_none=True)
             return way()
 
+        clean()
+        clean()  # the second time records
         seconds, memory, results[name] = timed(clean, repeat)
         more = {"examples_per_second": round(work.case.sources / seconds, 2), "result": float(results[name].float().mean())}
         if "list_rank" in case and torch.cuda.is_available():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -228,3 +229,9 @@ def test_the_log_has_every_step_and_validation(data: Path, model_folder: Make, s
     assert set(log(folder, "train")[1]) == {"loss", "calibration", "regularization", "agreement", "learning_rate"}
     assert all(set(figures) == {"perplexity", "rouge"} for figures in log(folder, "validation").values())
     assert list(log(folder, "train")) == [1, 2]
+
+
+def test_a_calibration_shows_what_it_does_as_it_goes(scored: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:
+    calibrated(scored, "calibrated", regularizer="kl")
+    lines = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"step 2: \S+ examples/s loss \S+ agreement \S+ kl \S+ validation perplexity \S+ rouge \S+", lines)

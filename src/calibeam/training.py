@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -63,6 +64,8 @@ class Problem(NamedTuple):
     """The summed loss of a batch, and figures to show, summed likewise. It must not wait for a GPU."""
     validate: Callable[[], dict[str, float]]
     dropout: bool
+    shown: Mapping[str, str]
+    """The figures to show as it goes, and what to call them."""
 
 
 def train(seq2seq: Seq2Seq, config: TrainingConfig, select: str, problem: Problem, output: store.Output) -> None:
@@ -82,13 +85,13 @@ def train(seq2seq: Seq2Seq, config: TrainingConfig, select: str, problem: Proble
     optimizer, schedule = _optimizer(model, config, steps)
     best, best_step, worse = -math.inf, 0, 0
 
-    def validate(step: int) -> None:
+    def validate(step: int, shown: str = "") -> None:
         nonlocal best, best_step, worse
         model.eval()
         figures = problem.validate()
         output.append_log({"step": step, "validation": figures})
         value = SELECTIONS[select] * figures[select]
-        display.say(f"  step {step}: validation " + _show(figures))
+        display.say(f"  step {step}: {shown}validation " + _show(figures))
         worse += 1
         if step == 0 or value > best or (math.isnan(best) and not math.isnan(value)):
             best, best_step, worse = value, step, 0
@@ -99,13 +102,17 @@ def train(seq2seq: Seq2Seq, config: TrainingConfig, select: str, problem: Proble
     with display.Bar(output.kind, steps) as bar:
         for step in range(1, steps + 1):
             model.train(problem.dropout)
-            figures = update(next(batches), step)
+            batch, start = next(batches), time.perf_counter()
+            figures = update(batch, step)
+            seconds = time.perf_counter() - start
             figures["learning_rate"] = schedule.get_last_lr()[0]
             schedule.step()
             output.append_log({"step": step, "train": figures})
-            bar.advance(figures=_show({key: figures[key] for key in ("loss", "agreement") if key in figures}))
+            shown = f"{len(batch) / seconds:.4g} examples/s  "  # not in the log, which is the same for the same run
+            shown += _show({called: figures[name] for name, called in problem.shown.items()})
+            bar.advance(figures=shown)
             if step % every == 0 or step == steps:
-                validate(step)
+                validate(step, shown + "  ")
                 if config.patience and worse >= config.patience:
                     output.notes.append(f"stopped at step {step}: {worse} validations without improvement")
                     break
@@ -156,8 +163,7 @@ class _Step:
         if not math.isfinite(norm):
             raise _not_finite("gradient", float(norm), step, batch, problem)
         self._optimizer.step()
-        # A recorded step adds to gradients where they were when it was recorded.
-        self._optimizer.zero_grad(set_to_none=self._model.device.type != "cuda")
+        clear_gradients(self._parameters)
         return dict(zip(self._names, (values.double().sum(0) / weight.item()).tolist(), strict=True))
 
     def _backward(self, batch: Batch) -> Tensor:
@@ -184,6 +190,13 @@ def add_gradients(loss: Tensor, parameters: Sequence[Tensor]) -> None:
     torch._foreach_add_(sums, new)
 
 
+def clear_gradients(parameters: Sequence[Tensor]) -> None:
+    """To 0, where they are: a recorded step adds to them there."""
+    import torch
+
+    torch._foreach_zero_([parameter.grad for parameter in parameters if parameter.grad is not None])
+
+
 def _not_finite(what: str, value: float, step: int, batch: Sequence[int], problem: Problem) -> CalibeamError:
     names = ", ".join(problem.ids[index] for index in batch[:8]) + (", ..." if len(batch) > 8 else "")
     return CalibeamError(
@@ -208,7 +221,8 @@ def _optimizer(model: Any, config: TrainingConfig, steps: int) -> tuple[Any, Any
     from transformers import get_scheduler
 
     optimizer_class = getattr(torch.optim, OPTIMIZERS[config.optimizer])
-    optimizer = optimizer_class(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay)
+    fused = {"fused": True} if config.optimizer == "adamw" and model.device.type == "cuda" else {}
+    optimizer = optimizer_class(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, **fused)
     schedule = get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps)
     return optimizer, schedule
 

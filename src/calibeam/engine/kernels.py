@@ -87,7 +87,7 @@ def attend(
 
 @triton.jit
 def _add_norm(
-    states, delta, delta_bias, weight, bias, out_sum, out_norm, size, epsilon, delta_stride,
+    states, delta, delta_bias, weight, bias, out_sum, out_norm, out_moments, size, epsilon, delta_stride,
     BLOCK: tl.constexpr, CENTRED: tl.constexpr, BIASED: tl.constexpr, DELTA_BIASED: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
@@ -100,31 +100,35 @@ def _add_norm(
     rounded = x.to(out_sum.dtype.element_ty)
     tl.store(out_sum + row * size + at, rounded, mask=real)
     x = rounded.to(tl.float32)
-    if CENTRED:
-        x = tl.where(real, x - tl.sum(x, 0) / size, 0.0)
-    x = x * tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
+    mean = tl.sum(x, 0) / size if CENTRED else 0.0
+    x = tl.where(real, x - mean, 0.0)
+    deviation = tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
+    tl.store(out_moments + 2 * row, mean)
+    tl.store(out_moments + 2 * row + 1, deviation)
+    x = x * deviation
     x = x * tl.load(weight + at, mask=real, other=0.0).to(tl.float32)
     if BIASED:
         x += tl.load(bias + at, mask=real, other=0.0).to(tl.float32)
     tl.store(out_norm + row * size + at, x.to(out_norm.dtype.element_ty), mask=real)
 
 
-def add_norm(states: Tensor, delta: Tensor, delta_bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def add_norm(states: Tensor, delta: Tensor, delta_bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, that normalised, and of every row what it was shifted and scaled by [rows, 2]."""
     rows, size = states.shape
     centred, bias = isinstance(norm, nn.LayerNorm), getattr(norm, "bias", None)
     epsilon = norm.eps if centred else norm.variance_epsilon
-    total, normed = torch.empty_like(states), torch.empty_like(states)
+    total, normed, moments = torch.empty_like(states), torch.empty_like(states), states.new_empty(rows, 2, dtype=torch.float32)
     _add_norm[(rows,)](
-        states, delta, delta_bias, norm.weight, bias, total, normed, size, epsilon, delta.stride(0),
+        states, delta, delta_bias, norm.weight, bias, total, normed, moments, size, epsilon, delta.stride(0),
         BLOCK=triton.next_power_of_2(size), CENTRED=centred, BIASED=bias is not None, DELTA_BIASED=delta_bias is not None,
         num_warps=4,
     )  # fmt: skip
-    return total, normed
+    return total, normed, moments
 
 
 @triton.jit
 def _add_norm_gradient(
-    total, weight, of_total, of_norm, out, sums, rows, size, epsilon,
+    total, moments, weight, of_total, of_norm, out, sums, rows, size,
     BLOCK: tl.constexpr, CENTRED: tl.constexpr, WITH_TOTAL: tl.constexpr,
 ):  # fmt: skip
     """Some rows: the gradient of each, and the sum over them: of it, and of those of the norm's weight and bias."""
@@ -137,11 +141,8 @@ def _add_norm_gradient(
     bias_sum = tl.zeros([BLOCK], tl.float32)
     for row in range(program, rows, tl.num_programs(0)):
         here = tl.cast(row, tl.int64) * size + at
-        x = tl.load(total + here, mask=real, other=0.0).to(tl.float32)
-        if CENTRED:
-            x = tl.where(real, x - tl.sum(x, 0) / size, 0.0)
-        deviation = tl.rsqrt(tl.sum(x * x, 0) / size + epsilon)
-        x = x * deviation
+        mean, deviation = tl.load(moments + 2 * row), tl.load(moments + 2 * row + 1)
+        x = (tl.load(total + here, mask=real, other=0.0).to(tl.float32) - mean) * deviation
         g = tl.load(of_norm + here, mask=real, other=0.0).to(tl.float32)
         weight_sum += g * x
         bias_sum += g
@@ -160,15 +161,16 @@ def _add_norm_gradient(
     tl.store(sums + 2 * size + at, bias_sum, mask=real)
 
 
-def add_norm_gradient(total: Tensor, norm: nn.Module, of_total: Tensor | None, of_norm: Tensor) -> tuple[Tensor, Tensor]:
+def add_norm_gradient(
+    total: Tensor, moments: Tensor, norm: nn.Module, of_total: Tensor | None, of_norm: Tensor
+) -> tuple[Tensor, Tensor]:
     """Of what was added [rows, size]; and [3, size]: the sum of that, and the gradients of the norm's weight and bias."""
     rows, size = total.shape
-    centred = isinstance(norm, nn.LayerNorm)
-    programs, epsilon = min(rows, 1024), norm.eps if centred else norm.variance_epsilon
+    programs = min(rows, 1024)
     out, sums = torch.empty_like(total), total.new_empty(programs, 3, size, dtype=torch.float32)
     _add_norm_gradient[(programs,)](
-        total, norm.weight, of_total, of_norm, out, sums, rows, size, epsilon,
-        BLOCK=triton.next_power_of_2(size), CENTRED=centred, WITH_TOTAL=of_total is not None, num_warps=4,
+        total, moments, norm.weight, of_total, of_norm, out, sums, rows, size,
+        BLOCK=triton.next_power_of_2(size), CENTRED=isinstance(norm, nn.LayerNorm), WITH_TOTAL=of_total is not None, num_warps=4,
     )  # fmt: skip
     return out, sums.sum(0)
 

@@ -148,22 +148,22 @@ class _AddNorm(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.norm, ctx.dtypes = norm, [None if each is None else each.dtype for each in (delta, delta_bias, *norm_weights)]
         ctx.shape, size = states.shape, states.shape[-1]
-        total, normed = kernels.add_norm(states.reshape(-1, size), delta.reshape(-1, size), delta_bias, norm)
-        ctx.save_for_backward(total)
+        total, normed, moments = kernels.add_norm(states.reshape(-1, size), delta.reshape(-1, size), delta_bias, norm)
+        ctx.save_for_backward(total, moments)
         return total.view_as(states), normed.view_as(states)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         from calibeam.engine import kernels
 
-        (total,), (of_total, of_norm) = ctx.saved_tensors, gradients
+        (total, moments), (of_total, of_norm) = ctx.saved_tensors, gradients
         flat = of_total if of_total is None else of_total.reshape(total.shape)
         sums: Sequence[Tensor | None] = (None, None, None)
         if of_norm is None:
             of_states = flat
             sums = (None if flat is None else flat.sum(0), None, None)
         else:
-            of_states, every = kernels.add_norm_gradient(total, ctx.norm, flat, of_norm.reshape(total.shape))
+            of_states, every = kernels.add_norm_gradient(total, moments, ctx.norm, flat, of_norm.reshape(total.shape))
             sums = every.to(ctx.norm.weight.dtype).unbind()
         of_states = None if of_states is None else of_states.view(ctx.shape)
         found = zip((of_states, *sums), ctx.dtypes, strict=True)

@@ -76,6 +76,11 @@ def run(config: Config, *, force: bool = False) -> Path:
         loss=step.loss,
         validate=lambda: validation.measure("rouge", "perplexity"),
         dropout=False,
+        shown={
+            "loss": "loss",
+            "agreement": "agreement",
+            "regularization": "regularization" if callable(config.regularizer) else config.regularizer,
+        },
     )
     with output.writing():
         without = sum(len(set(row["similarity"])) < 2 for row in rows)

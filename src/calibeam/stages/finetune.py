@@ -65,6 +65,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         loss=loss,
         validate=lambda: validation.measure(config.select),
         dropout=True,
+        shown={"loss": "loss"},
     )
     with output.writing():
         output.counts |= {"sources_cut": sources_cut, "targets_cut": targets_cut}
