@@ -9,6 +9,7 @@ the sequences simply stand one after another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from calibeam import families, seq2seq
@@ -153,7 +155,7 @@ class Source:
         mask = None if tree.reach is None else tree.reach[:, None]
         if anatomy.bias is not None:
             depth = tree.depth if tree.reach is not None else tree.depth[:1, :length]
-            mask = _biased(anatomy.bias_of_distance(length), depth, mask)
+            mask = _biased(anatomy.bias_of_distance(length), depth, mask).to(_dtype_of_products(self.states))
 
         def attend_source(states: Tensor, layer: families.Attention, key: Tensor, value: Tensor) -> Delta:
             query = _heads(ops.linear(states, layer.query), anatomy.heads)
@@ -166,15 +168,17 @@ class Source:
                 yield partial(attend_source, layer=block.cross, key=key, value=value), block.cross.norm
                 yield partial(_feed_forward, block), block.feed_forward_norm
 
-        return anatomy.run(anatomy.embed(tree.tokens, tree.depth), parts(), _add_norm)
+        with _attention_kernels(anatomy):
+            return anatomy.run(anatomy.embed(tree.tokens, tree.depth), parts(), _add_norm)
 
 
 def encode(encoder: families.Stack, input_ids: Tensor, seen: Tensor | None) -> Tensor:
     """The encoder's output states [batch, length, size], as Hugging Face computes them. seen: bool [batch, 1, 1, length]"""
     length = input_ids.shape[1]
     positions = torch.arange(length, device=input_ids.device).expand_as(input_ids)
+    states = encoder.embed(input_ids, positions)
     if encoder.bias is not None:
-        bias = encoder.bias(length)[None]
+        bias = encoder.bias(length)[None].to(_dtype_of_products(states))
         seen = bias if seen is None else bias.masked_fill(~seen, float("-inf"))
 
     def parts() -> Iterator[families.Part]:
@@ -182,7 +186,8 @@ def encode(encoder: families.Stack, input_ids: Tensor, seen: Tensor | None) -> T
             yield partial(_attend_own, encoder, block.own, length, seen, False), block.own.norm
             yield partial(_feed_forward, block), block.feed_forward_norm
 
-    return encoder.run(encoder.embed(input_ids, positions), parts(), _add_norm)
+    with _attention_kernels(encoder):
+        return encoder.run(states, parts(), _add_norm)
 
 
 def _attend_own(
@@ -200,9 +205,20 @@ def _attend(
     stack: families.Stack, layer: families.Attention, shape: torch.Size, query: Tensor, key: Tensor, value: Tensor,
     seen: Tensor | None, causal: bool = False,
 ) -> Delta:  # fmt: skip
-    seen = seen.to(query.dtype) if seen is not None and seen.is_floating_point() else seen
     found = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, is_causal=causal, scale=stack.scaling)
     return ops.product(found.transpose(1, 2).reshape(*shape, -1), layer.out)
+
+
+def _attention_kernels(stack: families.Stack) -> AbstractContextManager[Any]:
+    """Not cuDNN's, which take a tenth of a second to get ready for each new shape. A learned bias has a gradient in a model
+    that is trained and none in its reference, and must be given to the same kernel in both, lest they differ by rounding."""
+    kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(kernels if stack.bias is not None else [SDPBackend.FLASH_ATTENTION, *kernels])
+
+
+def _dtype_of_products(states: Tensor) -> torch.dtype:
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
 
 
 def _feed_forward(block: families.Block, states: Tensor) -> Delta:
@@ -345,9 +361,8 @@ class _Head:
     """An output head, in the type and the form that its products want while it is open."""
 
     def __init__(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        device = states.device.type
-        self._dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-        self._weight, self._bias, self._autocast = weight, bias, torch.autocast(device, enabled=False)
+        self._dtype, self._autocast = _dtype_of_products(states), torch.autocast(states.device.type, enabled=False)
+        self._weight, self._bias = weight, bias
 
     def __enter__(self) -> _Head:
         bias = None if self._bias is None else self._bias.to(self._dtype)

@@ -8,7 +8,6 @@ Example: calibeam calibrate out/data.toml loss=rank beta=10 regularizer=kl learn
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -140,10 +139,9 @@ class CalibrationStep:
         tree = plant(model, batch["token_ids"], batch["token_mask"], batch["plan"])
         target = plant(model, batch["target"], batch["target_mask"], batch["target_plan"])
         sources = (batch["input_ids"], batch["mask"])
-        with self._same_kernels():
-            reference = None if self._regularizer in WITHOUT_REFERENCE else self._refer(*sources, batch["whole"], target)
-            source = Source(model, *sources, whole=batch["whole"])
-            forced_target = Forced(source, target)
+        reference = None if self._regularizer in WITHOUT_REFERENCE else self._refer(*sources, batch["whole"], target)
+        source = Source(model, *sources, whole=batch["whole"])
+        forced_target = Forced(source, target)
         regularization = forced_target.regularization(self._regularizer, reference).sum()
         forced = Forced(source, tree)
         log_p = forced.log_p()
@@ -160,14 +158,6 @@ class CalibrationStep:
             "regularization": regularization,
             "agreement": share.sum(),
         }
-
-    def _same_kernels(self) -> AbstractContextManager[Any]:
-        """A learned position bias has a gradient in the model and none in the reference, and attention would
-        choose its kernel by that: T5's KL would begin at rounding errors instead of 0."""
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
-        learned = any("relative_attention_bias" in name for name, _ in self._reference.named_parameters())
-        return sdpa_kernel(SDPBackend.MATH) if learned else nullcontext()
 
     def _choose(self, rows: Sequence[dict[str, Any]], generator: Generator) -> tuple[Tensor, Tensor, list[list[int]]]:
         """Similarities and which candidates exist [batch, candidates], and the candidates' token ids, flat."""
