@@ -85,10 +85,13 @@ class Anatomy(Stack):
     head_scale: float
     """Logits are head_weight (head_scale states) + head_bias."""
 
+    def scaled(self, states: Tensor) -> Tensor:
+        """What the head's weights are multiplied with."""
+        return states if self.head_scale == 1.0 else states * self.head_scale
+
     def logits(self, states: Tensor) -> Tensor:
         """[..., size] -> [..., vocabulary]"""
-        states = states if self.head_scale == 1.0 else states * self.head_scale
-        logits = nn.functional.linear(states, *aligned(self.head_weight, self.head_bias))
+        logits = nn.functional.linear(self.scaled(states), *aligned(self.head_weight, self.head_bias))
         return logits[..., : len(self.head_weight)]
 
 

@@ -76,7 +76,7 @@ class Decoder:
         cross = ops.source_reach(self._source_length, self._cross.shape[2])
         states = anatomy.embed(tokens, position[:, None].expand_as(tokens)).flatten(0, 1)
         states = anatomy.run(states, self._parts(own, cross), ops.add_norm)
-        return self._head(states if anatomy.head_scale == 1.0 else states * anatomy.head_scale)
+        return self._head(anatomy.scaled(states))
 
     def reorder(self, parents: Tensor) -> None:
         """Let each row go on from what the row parents [slots, rows] of its source wrote."""

@@ -258,31 +258,34 @@ class Forced:
         """The decoder's output states, which predict each token. [batch, sequences, length, size]"""
         if self._head is None:
             return seq2seq.force_states(self._source.model, self._source.states, self._source.mask, self._tree.token_ids)
-        index = self._tree.place.flatten(1)[..., None].expand(-1, -1, self._nodes.shape[-1])
-        return self._nodes.gather(1, index).view(*self._tree.token_ids.shape, -1)
+        return _at(self._tree, self._nodes)
 
     def log_p(self) -> Tensor:
         """log P(y|x) of every sequence. [batch, sequences]"""
         tree, head = self._tree, self._head
         if head is None:
             return likelihood.sequence_log_p(likelihood.token_log_p(self._logits, tree.token_ids), tree.mask)
-        nodes = self._nodes.flatten(0, 1)[tree.existing] * head.head_scale
+        nodes = head.scaled(self._nodes.flatten(0, 1)[tree.existing])
         log_sum: Tensor = LogSum.apply(nodes, head.head_weight, head.head_bias)  # type: ignore[no-untyped-call]
         every_log_sum = log_sum.new_zeros(tree.tokens.numel()).index_copy(0, tree.existing, log_sum).view_as(tree.tokens)
-        # The logit of each token: the scalar product of the state that predicts it with the token's own weights.
-        states = likelihood.wide(self.states()) * head.head_scale
-        logit = (states * likelihood.wide(F.embedding(tree.token_ids, head.head_weight))).sum(-1)
-        if head.head_bias is not None:
-            logit = logit + head.head_bias[tree.token_ids]
+        logit = _checkpointed(self._token_logits, self._nodes)
         log_p = logit - every_log_sum.gather(1, tree.place.flatten(1)).view_as(logit)
         return likelihood.sequence_log_p(log_p, tree.mask)
+
+    def _token_logits(self, nodes: Tensor) -> Tensor:
+        """Of each token: the scalar product of the state that predicts it with the token's own weights. As `token_ids`"""
+        tree, head = self._tree, self._head
+        assert head is not None
+        states = likelihood.wide(head.scaled(_at(tree, nodes)))
+        logits = (states * likelihood.wide(F.embedding(tree.token_ids, head.head_weight))).sum(-1)
+        return logits if head.head_bias is None else logits + head.head_bias[tree.token_ids]
 
     def regularization(self, function: Callable[..., Tensor], reference: Forced | None) -> Tensor:
         """A function of Eq. 2 on the first sequence of every source, some sources at a time. [batch]"""
         tree, states = self._tree, self._first_states()
         reference_states = None if reference is None else reference._first_states()
         if function is regularization.kl and self._head and reference and reference._head and reference_states is not None:
-            scaled = (each.flatten(0, 1) * self._head.head_scale for each in (states, reference_states))
+            scaled = (self._head.scaled(each.flatten(0, 1)) for each in (states, reference_states))
             heads = (part for head in (self._head, reference._head) for part in (head.head_weight, head.head_bias))
             divergence: Tensor = Divergence.apply(*scaled, *heads)  # type: ignore[no-untyped-call]
             return divergence.view_as(tree.mask[:, 0]).masked_fill(~tree.mask[:, 0], 0.0).sum(-1)
@@ -304,6 +307,12 @@ class Forced:
     @cached_property
     def _logits(self) -> Tensor:
         return seq2seq.force(self._source.model, self._source.states, self._source.mask, self._tree.token_ids)
+
+
+def _at(tree: Tree, nodes: Tensor) -> Tensor:
+    """Of nodes [batch, nodes, size], the one that predicts each token. [batch, sequences, length, size]"""
+    index = tree.place.flatten(1)[..., None].expand(-1, -1, nodes.shape[-1])
+    return nodes.gather(1, index).view(*tree.token_ids.shape, -1)
 
 
 class LogSum(torch.autograd.Function):
