@@ -21,6 +21,7 @@ from calibeam import display, store
 from calibeam.paper import metrics
 from calibeam.paper.decoding import DECODERS
 from calibeam.paper.likelihood import perplexity
+from calibeam.paper.rouge import NEWLINE_MARK, ROUGE_KINDS, rouge
 from calibeam.paper.similarity import SIMILARITIES
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError, Example
@@ -120,7 +121,7 @@ def show(title: str, figures: dict[str, Any]) -> None:
         [
             (
                 result["setting"],
-                *(f"{100 * result[kind]:.2f}" for kind in (*metrics.ROUGE_KINDS, "r_m", "repetition_rate")),
+                *(f"{100 * result[kind]:.2f}" for kind in (*ROUGE_KINDS, "r_m", "repetition_rate")),
                 f"{result['words']:.1f}",
                 "" if result["similarity_agreement"] is None else f"{result['similarity_agreement']:.1%}",
             )
@@ -154,8 +155,9 @@ class Validation:
             rows = decode_all(
                 self._model, [e.id for e in self._examples], self._sources, settings, seed=0, description="  validate"
             )
-        scores = metrics.rouge([row["texts"][0] for row in rows], [example.targets for example in self._examples])
-        return 100 * metrics.geometric_mean(*(float(scores[kind][:, 2].mean()) for kind in metrics.ROUGE_KINDS))
+        outputs, targets = [row["texts"][0] for row in rows], [example.targets for example in self._examples]
+        scores = rouge(outputs, targets, sentence_separator=NEWLINE_MARK)
+        return 100 * metrics.geometric_mean(*(float(scores[kind][:, 2].mean()) for kind in ROUGE_KINDS))
 
 
 def mean_perplexity(model: Seq2Seq, examples: Sequence[Example], max_source_length: int, max_target_length: int) -> float:
@@ -211,11 +213,11 @@ def _evaluate(
     )
     targets = [example.targets for example in examples]
     texts = [row["texts"][0] for row in rows]
-    scores = metrics.rouge(texts, targets)
+    scores = rouge(texts, targets, sentence_separator=NEWLINE_MARK)
     outputs = [
         {
             "setting": name, "id": row["id"], "output": text, "log_p": row["log_p"][0],
-            **{kind: scores[kind][place, 2] for kind in metrics.ROUGE_KINDS},
+            **{kind: scores[kind][place, 2] for kind in ROUGE_KINDS},
             "words": len(text.split()), "repeats": metrics.has_repetition(text),
         }
         for place, (row, text) in enumerate(zip(rows, texts, strict=True))
@@ -224,11 +226,11 @@ def _evaluate(
         judge, SIMILARITIES[config.similarity], sources, targets, rows,
         max_target_length=config.max_target_length, batch_size=32, description=f"  {name}: similarity",
     )  # fmt: skip
-    rouge = _candidate_rouge(rows, targets)
-    means = {kind: float(scores[kind][:, 2].mean()) for kind in metrics.ROUGE_KINDS}
+    candidate_rouge = _candidate_rouge(rows, targets)
+    means = {kind: float(scores[kind][:, 2].mean()) for kind in ROUGE_KINDS}
     signature = (
         f"decoder:{method}|candidates:{num_candidates}|alpha:{alpha:g}|tokens:{config.min_new_tokens}-{config.max_new_tokens}|"
-        f"split:{config.split}|rouge:rouge-score F,stemmed,sentences by newline,best reference|"
+        f"split:{config.split}|rouge:as rouge-score 0.1.2,F,stemmed,sentences by newline or {NEWLINE_MARK},best reference|"
         f"similarity:{config.similarity}|seed:{config.seed}|calibeam:{calibeam.__version__}"
     )
     result = {
@@ -241,10 +243,10 @@ def _evaluate(
         "repetition_rate": metrics.repetition_rate(texts),
         "words": _mean([row["words"] for row in outputs]),
         **_agreement("similarity", rows, similarity),
-        **_agreement("rouge", rows, rouge),
+        **_agreement("rouge", rows, candidate_rouge),
         "signature": signature,
     }
-    scored = zip(rows, similarity, rouge, strict=True)
+    scored = zip(rows, similarity, candidate_rouge, strict=True)
     how = {"setting": name, "method": method, "seed": config.seed}
     return result, outputs, [{**how, **row, "similarity": s, "rouge": r} for row, s, r in scored]
 
@@ -254,7 +256,7 @@ def _candidate_rouge(rows: Sequence[dict[str, Any]], targets: Sequence[Sequence[
     import numpy as np
 
     flat = [(text, target) for row, target in zip(rows, targets, strict=True) for text in row["texts"]]
-    scores = metrics.rouge([text for text, _ in flat], [target for _, target in flat])
+    scores = rouge([text for text, _ in flat], [target for _, target in flat], sentence_separator=NEWLINE_MARK)
     mean = iter(np.mean([values[:, 2] for values in scores.values()], axis=0).tolist())
     return [list(itertools.islice(mean, len(row["texts"]))) for row in rows]
 

@@ -17,7 +17,8 @@ from typing import Any
 
 import calibeam
 from calibeam import display, store
-from calibeam.paper.metrics import ROUGE_KINDS, r_m_interval
+from calibeam.paper.metrics import r_m_interval
+from calibeam.paper.rouge import ROUGE_KINDS
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError
 from calibeam.stages.evaluate import CANDIDATES, OUTPUTS
