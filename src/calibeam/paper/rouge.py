@@ -53,16 +53,16 @@ def rouge(
     _check(predictions, several, kinds, sentence_separator)
     pairs = [*zip(predictions, several, strict=True)]
     counts = _count_in_processes(pairs, processes, kinds=kinds, stem=stem, sentence_separator=sentence_separator)
-    lengths, hits = counts[:2], counts[2:]
+    lengths, hits = counts[:2], counts[2:]  # [2, pairs], [kinds, pairs], where each of several references makes a pair
     ends = np.cumsum([len(each) for each in several], dtype=np.int64)
-    example = np.searchsorted(ends, np.arange(lengths.shape[1]), side="right")
+    example = np.searchsorted(ends, np.arange(lengths.shape[1]), side="right")  # of each pair
     _warn_of_invisible_text(pairs[row] for row in np.unique(example[(lengths == 0).any(0)]))
     scores = {}
     for kind, shared in zip(kinds, hits, strict=True):
-        words = int(kind[-1]) if kind[-1].isdigit() else 1
-        precision, recall = shared / np.maximum(lengths - words + 1, 1)
+        n = int(kind[-1]) if kind[-1].isdigit() else 1
+        precision, recall = shared / np.maximum(lengths - n + 1, 1)
         f = 2 * precision * recall / np.where(shared, precision + recall, 1)
-        by_f = np.lexsort((-np.arange(len(f)), f, example))
+        by_f = np.lexsort((-np.arange(len(f)), f, example))  # the best of each example comes last
         scores[kind] = np.stack([precision, recall, f], axis=-1)[by_f[ends - 1]]
     return scores
 
@@ -111,7 +111,7 @@ def _count_in_processes(pairs: Sequence[Pair], processes: int, **options: Any) -
 
 
 def _count(pairs: Sequence[Pair], *, kinds: Sequence[str], stem: bool, sentence_separator: str) -> np.ndarray:
-    """Of each prediction with each reference: words of the one, words of the other, and hits by kind. [2 + kinds, pairs]"""
+    """For each prediction with each reference: words of the one, words of the other, and hits by kind. [2 + kinds, pairs]"""
     sizes = [len(prediction) + sum(map(len, references)) for prediction, references in pairs]
     cuts = np.flatnonzero(np.diff(np.cumsum(sizes, dtype=np.int64) // READ_AT_ONCE, prepend=0)).tolist()
     parts = [np.empty((2 + len(kinds), 0), dtype=np.int64)]
@@ -128,10 +128,10 @@ def _count(pairs: Sequence[Pair], *, kinds: Sequence[str], stem: bool, sentence_
 
 
 def _count_read(texts: _Texts, chosen: np.ndarray, kinds: Sequence[str]) -> np.ndarray:
-    """The same of predictions and references that are read. `chosen` has their numbers: [2, pairs]"""
+    """The same for predictions and references that are read, given their numbers [2, pairs]."""
     lengths, sentences = np.diff(texts.bounds)[chosen], texts.sentences[chosen]
     hits = np.empty((len(kinds), chosen.shape[1]), dtype=np.int64)
-    waiting = [np.lexsort((*lengths[::-1], sentences.max(0) > 1))]  # alike ones side by side
+    waiting = [np.lexsort((*lengths[::-1], sentences.max(0) > 1))]  # pairs of like lengths are counted together
     while waiting:
         some = waiting.pop()
         if len(some) > 1 and len(some) * np.prod(lengths[:, some].max(1) + 8) > COUNTED_AT_ONCE:
@@ -211,6 +211,7 @@ class _Group:
 
     @property
     def single_sentences(self) -> bool:
+        """No text has several."""
         return max(self.begins.sum(1).max(), self.ends.sum(1).max()) <= 1
 
     @cached_property
