@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from calibeam.engine.logprob import sequence_log_p
     from calibeam.engine.search import decode
-    from calibeam.paper.metrics import rouge
+    from calibeam.paper.rouge import rouge
     from calibeam.records import CalibeamError, Candidates, Example
 
 __version__ = "0.1.0"
@@ -22,7 +22,7 @@ _HOME = {
     "Candidates": "records",
     "Example": "records",
     "decode": "engine.search",
-    "rouge": "paper.metrics",
+    "rouge": "paper.rouge",
     "sequence_log_p": "engine.logprob",
 }
 

@@ -1,14 +1,10 @@
 from __future__ import annotations
 
-import warnings
-
 import numpy as np
 import pytest
 from rouge_score import tokenize
-from rouge_score.rouge_scorer import RougeScorer
 
 from calibeam.paper.metrics import (
-    ROUGE_KINDS,
     coverage_and_density,
     geometric_mean,
     has_repetition,
@@ -17,7 +13,6 @@ from calibeam.paper.metrics import (
     properties,
     r_m,
     repetition_rate,
-    rouge,
     words,
 )
 
@@ -55,82 +50,6 @@ def random_texts(count: int, seed: int) -> list[str]:
 
 def triples(printed: str) -> list[tuple[float, float, float]]:
     return [(r1, r2, rl) for r1, r2, rl in (map(float, scores.split("/")) for scores in printed.split())]
-
-
-@pytest.mark.filterwarnings("ignore:ROUGE knows")
-@pytest.mark.parametrize("stem", [True, False])
-def test_rouge_equals_the_rouge_score_package(stem: bool) -> None:
-    predictions, references = random_texts(2000, 0), random_texts(2000, 1)
-    measured = rouge(predictions, references, stem=stem)
-    scorer = RougeScorer(list(ROUGE_KINDS), use_stemmer=stem)
-    expected = [scorer.score(reference, text) for text, reference in zip(predictions, references, strict=True)]
-    for kind in ROUGE_KINDS:
-        assert measured[kind].tolist() == [list(scores[kind]) for scores in expected]
-        assert measured[kind][:, 2].mean() > 0.02
-
-
-@pytest.mark.filterwarnings("ignore:ROUGE knows")
-def test_the_reference_of_highest_f_counts_for_each_kind() -> None:
-    predictions = random_texts(300, 2)
-    references = [random_texts(1 + i % 4, 1000 + i) for i in range(300)]
-    measured = rouge(predictions, references)
-    scorer = RougeScorer(list(ROUGE_KINDS), use_stemmer=True)
-    for kind in ROUGE_KINDS:
-        best = [
-            max(scorer.score(reference, text)[kind].fmeasure for reference in several)
-            for text, several in zip(predictions, references, strict=True)
-        ]
-        assert measured[kind][:, 2].tolist() == best
-
-
-def test_rouge_by_hand() -> None:
-    """Prediction "a b c", reference "a c": unigrams 2 of 3 and 2 of 2; no shared bigram; LCS "a c"."""
-    scores = rouge(["a b c"], ["a c"])
-    assert scores["rouge1"][0].tolist() == pytest.approx([2 / 3, 1.0, 4 / 5])
-    assert scores["rouge2"][0].tolist() == [0.0, 0.0, 0.0]
-    assert scores["rougeLsum"][0].tolist() == pytest.approx([2 / 3, 1.0, 4 / 5])
-
-
-def test_newlines_separate_the_sentences_of_rouge_lsum() -> None:
-    """Sentences in another order match one by one, and in one line only in part."""
-    assert rouge(["red fox ran\nblue bird sang"], ["blue bird sang\nred fox ran"])["rougeLsum"][0, 2] == 1.0
-    assert rouge(["red fox ran blue bird sang"], ["blue bird sang red fox ran"])["rougeLsum"][0, 2] == pytest.approx(1 / 2)
-
-
-def test_fault_38_what_separates_the_sentences_of_rouge_lsum_is_said() -> None:
-    """PEGASUS writes <n>. Left as it is, it is a word that separates nothing."""
-    prediction, reference = "red fox ran<n>blue bird sang", "blue bird sang\nred fox ran"
-    assert rouge([prediction], [reference.replace("\n", "<n>")], newline="<n>")["rougeLsum"][0, 2] == 1.0
-    assert rouge([prediction], [reference], newline="<n>")["rougeLsum"][0, 2] == 1.0
-    assert rouge([prediction], [reference])["rougeLsum"][0, 2] < 1.0
-
-
-def test_words_of_more_than_three_letters_are_stemmed_unless_told_otherwise() -> None:
-    """ "dogs" becomes "dog"; "gas" would become "ga", and is left alone."""
-    assert rouge(["dogs", "gas"], ["dog", "ga"], kinds=["rouge1"])["rouge1"][:, 2].tolist() == [1.0, 0.0]
-    assert rouge(["dogs", "gas"], ["dog", "ga"], kinds=["rouge1"], stem=False)["rouge1"][:, 2].tolist() == [0.0, 0.0]
-
-
-def test_empty_texts_score_zero_without_a_warning() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        scores = rouge(["", "a cat", "", "?!"], ["a cat", "", "", "?!"])
-    assert all(not values.any() for values in scores.values())
-
-
-def test_no_texts_give_no_scores() -> None:
-    assert {kind: values.shape for kind, values in rouge([], []).items()} == dict.fromkeys(ROUGE_KINDS, (0, 3))
-
-
-def test_fault_37_text_without_latin_letters_warns() -> None:
-    with pytest.warns(UserWarning, match="2 texts have none"):
-        scores = rouge(["日本語", "Привет мир", "fine"], ["日本語", "Привет мир", "fine"])
-    assert scores["rouge1"][:, 2].tolist() == [0.0, 0.0, 1.0]
-
-
-def test_texts_and_references_must_pair_up() -> None:
-    with pytest.raises(ValueError, match="2 predictions but 1 references"):
-        rouge(["a", "b"], ["a"])
 
 
 def test_r_m_by_hand() -> None:

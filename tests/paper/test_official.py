@@ -12,8 +12,9 @@ from rouge_score.rouge_scorer import RougeScorer
 from sacrebleu.metrics import BLEU
 
 from calibeam.paper import official
-from calibeam.paper.metrics import r_m, rouge
+from calibeam.paper.metrics import r_m
 from calibeam.paper.official import METRICS, bleu, bleu_counts, coco_rouge_l, jackknifed, longest_common_subsequence
+from calibeam.paper.rouge import rouge
 from calibeam.records import CalibeamError
 from conftest import sentence
 

@@ -185,3 +185,9 @@ def test_rouge_mean_is_the_mean_f_of_the_rouge_score_package() -> None:
     assert torch.allclose(measured, torch.tensor(expected))
     assert measured[1, 0] == 0.0
     assert measured[0, 0] > measured[0, 1]
+
+
+def test_rouge_mean_takes_the_mark_that_pegasus_writes_for_a_newline() -> None:
+    mask = torch.ones(1, 1, 5, dtype=torch.bool)
+    candidates, target = outputs([["a cat<n>a dog"]], mask, mask, mask), outputs([["a cat\na dog"]], mask, mask, mask)
+    assert SIMILARITIES["rouge"](candidates, target).tolist() == [[1.0]]

@@ -478,7 +478,7 @@ def test_fault_38_what_separates_sentences_is_a_setting_and_in_the_signature(tmp
         output = str(tmp_path / f"ev-{len(newline)}")
         folder = evaluate.run(evaluate.Config(data=str(data), model=tuned, output=output, **settings))
         (result,) = json.loads((folder / "results.json").read_text())["settings"]
-        assert f"sentences by {newline!r}" in result["signature"]
+        assert f"sentences by newline or {newline!r}" in result["signature"]
         texts.append(result["rougeLsum"])
     assert texts[0] == texts[1] > 0
 

@@ -1,50 +1,13 @@
-"""Section 3.2 and 3.4, appendix A: what is measured. Pure functions of strings and arrays.
-
-ROUGE is computed by the package `rouge-score`, as in the paper; our part is to stem each distinct
-word once.
-"""
+"""Section 3.2 and 3.4, appendix A: what is measured besides ROUGE. Pure functions of strings and arrays."""
 
 from __future__ import annotations
 
 import re
-import unicodedata
-import warnings
 from collections.abc import Sequence
-from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    import numpy as np
-
-ROUGE_KINDS = ("rouge1", "rouge2", "rougeLsum")
-
-
-def rouge(
-    predictions: Sequence[str],
-    references: Sequence[str | Sequence[str]],
-    *,
-    kinds: Sequence[str] = ROUGE_KINDS,
-    stem: bool = True,
-    newline: str = "\n",
-) -> dict[str, np.ndarray]:
-    """Precision, recall and F of every prediction, by kind: float64 [examples, 3].
-
-    Where a reference is a list of strings, the one of highest F counts. rougeLsum takes sentences to
-    be separated by newlines, which the caller has to put there, or to say what is there instead.
-    """
-    import numpy as np
-
-    if len(predictions) != len(references):
-        raise ValueError(f"{len(predictions)} predictions but {len(references)} references")
-    scorer = _rouge_scorer(tuple(kinds), stem)
-    scores = {kind: np.zeros((len(predictions), 3)) for kind in kinds}
-    for row, (prediction, reference) in enumerate(zip(predictions, references, strict=True)):
-        wanted = [reference] if isinstance(reference, str) else list(reference)
-        best = scorer.score_multi([text.replace(newline, "\n") for text in wanted], prediction.replace(newline, "\n"))
-        for kind in kinds:
-            scores[kind][row] = best[kind]
-    _warn_of_invisible_text(predictions)
-    return scores
+    pass
 
 
 def geometric_mean(rouge1: float, rouge2: float, rouge_l: float) -> float:
@@ -141,34 +104,3 @@ def kendall_tau(log_p: Sequence[float], quality: Sequence[float]) -> float | Non
             pairs, distinct_p, distinct_q = pairs + 1, distinct_p + (p != 0), distinct_q + (q != 0)
             balance += (p * q > 0) - (p * q < 0)
     return balance / (distinct_p * distinct_q) ** 0.5 if distinct_p and distinct_q else None
-
-
-@cache
-def _rouge_scorer(kinds: tuple[str, ...], stem: bool) -> Any:
-    from rouge_score import rouge_scorer
-
-    return rouge_scorer.RougeScorer(list(kinds), tokenizer=_Tokenizer(stem))
-
-
-class _Tokenizer:
-    """rouge-score's tokenisation, each distinct word stemmed once."""
-
-    def __init__(self, stem: bool) -> None:
-        from nltk.stem.porter import PorterStemmer
-
-        self._stem = cache(PorterStemmer().stem) if stem else None
-
-    def tokenize(self, text: str) -> list[str]:
-        words = re.findall(r"[a-z0-9]+", text.lower())
-        return [self._stem(word) if len(word) > 3 else word for word in words] if self._stem else words
-
-
-def _warn_of_invisible_text(texts: Sequence[str]) -> None:
-    """rouge-score sees a-z and 0-9 alone: text in another script scores a silent 0."""
-    unseen = sum(not re.search(r"[a-zA-Z0-9]", text) and any(map(_is_letter, text)) for text in texts)
-    if unseen:
-        warnings.warn(f"ROUGE knows Latin letters and digits only: {unseen} texts have none and score 0", stacklevel=3)
-
-
-def _is_letter(character: str) -> bool:
-    return unicodedata.category(character).startswith("L")

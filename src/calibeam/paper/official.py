@@ -16,7 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING, Any
 
 from calibeam import functions
-from calibeam.paper.metrics import ROUGE_KINDS, has_repetition, rouge
+from calibeam.paper.metrics import has_repetition
+from calibeam.paper.rouge import NEWLINE_MARK, ROUGE_KINDS, rouge
 from calibeam.records import CalibeamError
 
 if TYPE_CHECKING:
@@ -76,8 +77,8 @@ def own(function: Callable[[Sequence[str], References], Sequence[float]]) -> Met
 # ROUGE as in the paper's own tables
 
 
-def rouge_metric(newline: str = "\n") -> Metric:
-    """newline: what separates the sentences, for ROUGE-Lsum."""
+def rouge_metric(newline: str = NEWLINE_MARK) -> Metric:
+    """newline: what separates the sentences besides newlines, for ROUGE-Lsum."""
 
     def statistics(predictions: Sequence[str], references: References) -> np.ndarray:
         """F of ROUGE-1, -2 and -Lsum by the best reference. [examples, 3]"""
@@ -86,7 +87,12 @@ def rouge_metric(newline: str = "\n") -> Metric:
         scores = rouge(predictions, references, newline=newline)
         return np.stack([scores[kind][:, 2] for kind in ROUGE_KINDS], axis=1)
 
-    return Metric(statistics, rouge_figures, f"rouge:F,stemmed,sentences by {newline!r},best reference", ("rouge-score",))
+    return Metric(
+        statistics,
+        rouge_figures,
+        f"rouge:as rouge-score 0.1.2,F,stemmed,sentences by newline or {newline!r},best reference",
+        ("nltk",),
+    )
 
 
 def rouge_figures(sums: np.ndarray, examples: int) -> dict[str, np.ndarray]:
@@ -249,7 +255,7 @@ METRICS: dict[str, Metric] = {
         gem_statistics,
         gem_figures,
         "rouge:F,stemmed,tok nltk,references jackknifed|bleu:case lc,tok 13a,smooth exp",
-        ("rouge-score", "nltk", "sacrebleu"),
+        ("nltk", "sacrebleu"),
     ),
 }
 

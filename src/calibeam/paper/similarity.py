@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from calibeam.paper.likelihood import wide
-from calibeam.paper.metrics import rouge
+from calibeam.paper.rouge import NEWLINE_MARK, rouge
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,7 +68,7 @@ def rouge_mean(candidates: Outputs, target: Outputs) -> Tensor:
     import torch
 
     pairs = [(text, reference) for texts, (reference,) in zip(candidates.texts, target.texts, strict=True) for text in texts]
-    scores = rouge([text for text, _ in pairs], [reference for _, reference in pairs])
+    scores = rouge([text for text, _ in pairs], [reference for _, reference in pairs], newline=NEWLINE_MARK)
     mean = np.mean([values[:, 2] for values in scores.values()], axis=0)
     return torch.as_tensor(mean, dtype=torch.float32, device=candidates.mask.device).view(candidates.mask.shape[:-1])
 

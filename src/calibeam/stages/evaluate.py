@@ -21,6 +21,7 @@ from calibeam import display, functions, significance, store
 from calibeam.paper import metrics, official
 from calibeam.paper.decoding import DECODERS
 from calibeam.paper.likelihood import perplexity
+from calibeam.paper.rouge import NEWLINE_MARK, ROUGE_KINDS, rouge
 from calibeam.recipe import option, plain
 from calibeam.records import CalibeamError, Example, Outputs
 from calibeam.stages.decode import check_output_length, check_search
@@ -69,7 +70,7 @@ class Config(SimilarityConfig):
         "what to measure besides rouge and repetition; not given: the task's own",
         choices=lambda: (*official.METRICS, BERTSCORE),
     )
-    newline: str = option("\n", "what separates the sentences of outputs and references, for ROUGE-Lsum: PEGASUS writes <n>")
+    newline: str = option(NEWLINE_MARK, "what separates sentences for ROUGE-Lsum besides newlines: PEGASUS writes <n>")
     seed: int = option(0, "for nucleus", at_least=0)
     batch_size: int = option(0, "sources decoded together; 0 to choose by device", at_least=0, identity=False)
     device: str = option("auto", "auto, cpu or cuda", identity=False)
@@ -145,7 +146,7 @@ def show(title: str, figures: dict[str, Any]) -> None:
         [
             (
                 result["setting"],
-                *(f"{100 * result[kind]:.2f}" for kind in (*metrics.ROUGE_KINDS, "r_m", "repetition_rate")),
+                *(f"{100 * result[kind]:.2f}" for kind in (*ROUGE_KINDS, "r_m", "repetition_rate")),
                 f"{result['words']:.1f}",
                 "" if result["similarity_agreement"] is None else f"{result['similarity_agreement']:.1%}",
             )
@@ -188,8 +189,8 @@ class Validation:
             rows = decode_all(
                 self._model, [e.id for e in self._examples], self._sources, settings, seed=0, description="  validate"
             )
-        scores = metrics.rouge([row["texts"][0] for row in rows], [example.targets for example in self._examples])
-        return 100 * metrics.geometric_mean(*(float(scores[kind][:, 2].mean()) for kind in metrics.ROUGE_KINDS))
+        scores = rouge([row["texts"][0] for row in rows], [example.targets for example in self._examples])
+        return 100 * metrics.geometric_mean(*(float(scores[kind][:, 2].mean()) for kind in ROUGE_KINDS))
 
 
 def mean_perplexity(model: Seq2Seq, examples: Sequence[Example], max_source_length: int, max_target_length: int) -> float:
@@ -251,7 +252,7 @@ def _evaluate(
     outputs = [
         {
             "setting": name, "id": row["id"], "output": text, "log_p": row["log_p"][0],
-            **dict(zip(metrics.ROUGE_KINDS, scores[place].tolist(), strict=True)),
+            **dict(zip(ROUGE_KINDS, scores[place].tolist(), strict=True)),
             "words": len(text.split()), "repeats": metrics.has_repetition(text),
         }
         for place, (row, text) in enumerate(zip(rows, texts, strict=True))
@@ -260,11 +261,11 @@ def _evaluate(
         judge, compares_by, sources, targets, rows,
         max_target_length=config.max_target_length, batch_size=32, description=f"  {name}: similarity",
     )  # fmt: skip
-    rouge = _candidate_rouge(rows, targets, config.newline)
-    means = dict(zip(metrics.ROUGE_KINDS, scores.mean(0).tolist(), strict=True))
+    candidate_rouge = _candidate_rouge(rows, targets, config.newline)
+    means = dict(zip(ROUGE_KINDS, scores.mean(0).tolist(), strict=True))
     signature = (
         f"decoder:{method}|candidates:{num_candidates}|alpha:{alpha:g}|tokens:{config.min_new_tokens}-{config.max_new_tokens}|"
-        f"split:{config.split}|rouge:rouge-score F,stemmed,sentences by {config.newline!r},best reference|"
+        f"split:{config.split}|rouge:as rouge-score 0.1.2,F,stemmed,sentences by newline or {config.newline!r},best reference|"
         f"similarity:{plain(config.similarity)}|seed:{config.seed}|calibeam:{calibeam.__version__}"
     )
     result = {
@@ -277,11 +278,11 @@ def _evaluate(
         "repetition_rate": metrics.repetition_rate(texts),
         "words": _mean([row["words"] for row in outputs]),
         **_agreement("similarity", rows, similarity),
-        **_agreement("rouge", rows, rouge),
+        **_agreement("rouge", rows, candidate_rouge),
         "metrics": {name: _figures(metric, statistics[name]) for name, metric in measured_by.items()},
         "signature": signature,
     }
-    scored = zip(rows, similarity, rouge, strict=True)
+    scored = zip(rows, similarity, candidate_rouge, strict=True)
     how = {"setting": name, "method": method, "seed": config.seed}
     candidates = [{**how, **row, "similarity": s, "rouge": r} for row, s, r in scored]
     return result, outputs, candidates, [
@@ -327,7 +328,7 @@ def _candidate_rouge(rows: Sequence[dict[str, Any]], targets: Sequence[Sequence[
     import numpy as np
 
     flat = [(text, target) for row, target in zip(rows, targets, strict=True) for text in row["texts"]]
-    scores = metrics.rouge([text for text, _ in flat], [target for _, target in flat], newline=newline)
+    scores = rouge([text for text, _ in flat], [target for _, target in flat], newline=newline)
     mean = iter(np.mean([values[:, 2] for values in scores.values()], axis=0).tolist())
     return [list(itertools.islice(mean, len(row["texts"]))) for row in rows]
 

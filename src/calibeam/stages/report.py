@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import calibeam
 from calibeam import display, significance, store
 from calibeam.paper import official
-from calibeam.paper.metrics import ROUGE_KINDS
+from calibeam.paper.rouge import ROUGE_KINDS
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError
 from calibeam.stages.evaluate import ALWAYS, CANDIDATES, OUTPUTS, STATISTICS
