@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from calibeam.records import CalibeamError
+
 ALIGNMENT = 64  # a product with an odd number of columns takes many times as long on a GPU
 Part = tuple[Callable[[Tensor], Any], nn.Module]
 """What a block adds to its input, attention or feed-forward, and the norm that belongs to it."""
@@ -40,6 +42,13 @@ class Block:
     activation: Callable[[Tensor], Tensor]
     contract: nn.Linear
     feed_forward_norm: nn.Module
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether the weights of its layers say all that they do: adapters and quantised layers do something else."""
+        attentions = (self.own, self.cross) if self.cross else (self.own,)
+        layers = [layer for each in attentions for layer in (each.query, each.key, each.value, each.out)]
+        return all(type(layer) is nn.Linear for layer in (*layers, *self.expand, self.contract))
 
 
 @dataclass(frozen=True)
@@ -105,10 +114,11 @@ def aligned(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]
 
 def anatomy(model: Any, dtype: torch.dtype | None = None) -> Anatomy | None:
     """None for a family that is not known here. Weights of another type than the one wanted are copied."""
-    family = FAMILIES.get(model.config.model_type)
-    if family is None:
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise CalibeamError("prompts that peft learnt are no part of the model, and calibeam cannot run them")
+    family, decoder, head = FAMILIES.get(model.config.model_type), model.get_decoder(), model.get_output_embeddings()
+    if family is None or type(head) is not nn.Linear:
         return None
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
     if dtype is not None and next(decoder.parameters()).dtype != dtype:
         decoder, head = copy.deepcopy(decoder).to(dtype), copy.deepcopy(head).to(dtype)
     stack, (bias, scale) = family.stack(model.config, decoder), family.head(model)

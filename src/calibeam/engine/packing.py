@@ -260,6 +260,12 @@ class Forced:
             return seq2seq.force_states(self._source.model, self._source.states, self._source.mask, self._tree.token_ids)
         return _at(self._tree, self._nodes)
 
+    def settled(self) -> Forced:
+        """With nothing left to compute but products with the head: what the model is may change after this."""
+        if self._head is None:
+            self._logits  # noqa: B018
+        return self
+
     def log_p(self) -> Tensor:
         """log P(y|x) of every sequence. [batch, sequences]"""
         tree, head = self._tree, self._head
@@ -327,14 +333,14 @@ class LogSum(torch.autograd.Function):
         return log_sum
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,), (states, log_sum) = gradients, ctx.saved_tensors
 
         def of_logits(of: slice) -> Tensor:
             return ops.weigh(ctx.head.padded_logits(states[of]), log_sum[of], gradient[of])
 
         with ctx.head as head:
-            return head.gradients(states, of_logits, with_bias=ctx.needs_input_grad[2])
+            return head.gradients(states, of_logits, *ctx.needs_input_grad[1:])
 
 
 class Divergence(torch.autograd.Function):
@@ -362,7 +368,7 @@ class Divergence(torch.autograd.Function):
             return ops.weigh_divergence(logits, theirs, log_sum[of], shift[of], gradient[of])
 
         with ctx.head as head, ctx.reference_head:
-            of_states, of_weight, of_bias = head.gradients(states, of_logits, with_bias=ctx.needs_input_grad[3])
+            of_states, of_weight, of_bias = head.gradients(states, of_logits, *ctx.needs_input_grad[2:4])
         return of_states, None, of_weight, of_bias, None, None
 
 
@@ -390,24 +396,27 @@ class _Head:
         return F.linear(states.to(self._dtype), *self._aligned)
 
     def gradients(
-        self, states: Tensor, of_logits: Callable[[slice], Tensor], with_bias: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        self, states: Tensor, of_logits: Callable[[slice], Tensor], with_weight: bool, with_bias: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Of states, weight and bias, given a function for the gradients of the logits of some rows, padded as they are.
 
         In the padding the head is 0, so whatever stands there is lost.
         """
         weight, size = self._aligned[0], len(self._weight)
-        of_states, of_weight = torch.empty_like(states, dtype=self._dtype), torch.zeros_like(weight)
+        of_states = torch.empty_like(states, dtype=self._dtype)
+        of_weight = torch.zeros_like(weight) if with_weight else None  # none while the head is frozen
         of_bias = torch.zeros(len(weight), dtype=likelihood.wide(states[:0]).dtype, device=weight.device)
         for first in range(0, len(states), CHUNK):
             of = slice(first, first + CHUNK)
             share = of_logits(of)
             torch.mm(share, weight, out=of_states[of])
-            of_weight.addmm_(share.T, states[of].to(self._dtype))
+            if of_weight is not None:
+                of_weight.addmm_(share.T, states[of].to(self._dtype))
             if with_bias:
                 of_bias += share.sum(0, dtype=of_bias.dtype)
         own_bias = of_bias[:size].to(self._bias.dtype) if with_bias and self._bias is not None else None
-        return of_states.to(states.dtype), of_weight[:size].to(self._weight.dtype), own_bias
+        own_weight = None if of_weight is None else of_weight[:size].to(self._weight.dtype)
+        return of_states.to(states.dtype), own_weight, own_bias
 
 
 def _checkpointed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:

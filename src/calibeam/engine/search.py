@@ -208,10 +208,13 @@ def _anatomy(model: Any) -> families.Anatomy | None:
     """In the type that the search computes in."""
     autocast = torch.is_autocast_enabled(model.device.type)
     anatomy = families.anatomy(model, torch.get_autocast_dtype(model.device.type) if autocast else None)
-    if anatomy is None and model not in _fallbacks:
+    if anatomy is not None and all(block.is_plain for block in anatomy.blocks):
+        return anatomy
+    if model not in _fallbacks:
         _fallbacks.add(model)
-        log.warning("calibeam's fast search does not know %s models: using Hugging Face's forward pass", model.config.model_type)
-    return anatomy
+        what = "adapters that are not merged, or quantised layers" if anatomy else f"{model.config.model_type} models"
+        log.warning("calibeam's fast search does not know %s: using Hugging Face's forward pass", what)
+    return None
 
 
 def _fitting_slots(task: Task, anatomy: families.Anatomy | None, source_length: int) -> int:
