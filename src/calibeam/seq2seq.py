@@ -108,6 +108,8 @@ class Seq2Seq:
 def locate(name: str | Path) -> Path:
     """The folder of a model: a local one, the `model` folder inside a stage's, or a snapshot of a Hub repository."""
     path = Path(name)
+    if (path / "adapter_config.json").is_file():
+        raise CalibeamError(f"{path} is an adapter, not a model: merge it into its model with peft, and save that")
     if (path / "model" / "config.json").is_file():
         return path / "model"
     if (path / "config.json").is_file():

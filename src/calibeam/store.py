@@ -32,7 +32,7 @@ from calibeam.records import CalibeamError, Example
 FORMAT = 1
 MANIFEST = "manifest.json"
 ORIGIN = "origin.json"  # in the folder of a stage under way that can be resumed
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "nltk", "sacrebleu")
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "nltk", "sacrebleu", "peft")
 
 EXAMPLES = pa.schema([("id", pa.string()), ("source", pa.string()), ("targets", pa.list_(pa.string()))])
 CANDIDATES = pa.schema([

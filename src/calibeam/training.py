@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibeam import display, store
@@ -18,7 +19,6 @@ if TYPE_CHECKING:
     from torch import Generator, Tensor
 
     from calibeam.engine.graphs import Batch
-    from calibeam.seq2seq import Seq2Seq
 
 OPTIMIZERS = {"adamw": "AdamW", "adafactor": "Adafactor"}
 SCHEDULES = ("constant_with_warmup", "linear", "cosine", "inverse_sqrt")
@@ -63,21 +63,20 @@ class Problem(NamedTuple):
     loss: Callable[[Batch], dict[str, Tensor]]
     """The summed loss of a batch, and figures to show, summed likewise. It must not wait for a GPU."""
     validate: Callable[[], dict[str, float]]
+    save: Callable[[Path], None]
+    """Into the folder of the checkpoint."""
     dropout: bool
     shown: Mapping[str, str]
     """The figures to show as it goes, and what to call them."""
 
 
-def train(seq2seq: Seq2Seq, config: TrainingConfig, select: str, problem: Problem, output: store.Output) -> None:
+def train(model: Any, config: TrainingConfig, select: str, problem: Problem, output: store.Output) -> None:
     """Train, validate, and leave the best checkpoint in `output.folder/model`.
 
     The starting point is validated too: a run that only makes things worse gives it back unchanged.
     """
     import torch
 
-    from calibeam.seq2seq import save
-
-    model = seq2seq.model
     torch.manual_seed(config.seed)
     steps_per_epoch = math.ceil(len(problem.ids) / config.batch_size)
     steps = config.max_steps or math.ceil(config.num_train_epochs * steps_per_epoch)
@@ -95,7 +94,7 @@ def train(seq2seq: Seq2Seq, config: TrainingConfig, select: str, problem: Proble
         worse += 1
         if step == 0 or value > best or (math.isnan(best) and not math.isnan(value)):
             best, best_step, worse = value, step, 0
-            save(seq2seq, output.folder / "model")
+            problem.save(output.folder / "model")
 
     validate(0)
     batches, update = _batches(len(problem.ids), config.batch_size, config.seed), _Step(model, config, problem, optimizer)

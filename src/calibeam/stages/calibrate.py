@@ -1,22 +1,24 @@
 """Train a fine-tuned model on, so that the likelihood of its own outputs follows their similarity to the target.
 
 Reads:   the folders written by prepare and score, and the fine-tuned model
-Writes:  model/: the calibrated checkpoint; log.jsonl: every step and validation
+Writes:  model/: the calibrated checkpoint; log.jsonl: every step and validation; with lora_save=adapter also adapter/
 Example: calibeam calibrate out/data.toml loss=rank beta=10 regularizer=kl learning_rate=1e-5
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibeam import display, store
+from calibeam import display, lora, store
 from calibeam.paper.calibration import CALIBRATION_LOSSES, PAIR_LOSSES, ordered_pairs, sample_pair
 from calibeam.paper.regularization import REGULARIZERS, WITHOUT_REFERENCE
 from calibeam.paper.similarity import span_similarity
 from calibeam.recipe import option
+from calibeam.records import CalibeamError
 from calibeam.training import SELECTIONS, Problem, TrainingConfig, train
 
 if TYPE_CHECKING:
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from calibeam.engine.graphs import Batch
     from calibeam.engine.packing import Forced, Tree
     from calibeam.seq2seq import Seq2Seq
+
+Switch = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,12 +44,28 @@ class Config(TrainingConfig):
         "fine_tuned", "as scored, or by the decoder states of the model in training", choices=lambda: ("fine_tuned", "current")
     )
     select: str = option("rouge", "what to choose the checkpoint by", choices=lambda: SELECTIONS)
+    lora_rank: int = option(0, "train a LoRA adapter of this rank in place of the model; 0 for none", at_least=0)
+    lora_alpha: float = option(16.0, "what the adapter adds counts lora_alpha / lora_rank", above=0)
+    lora_target_modules: tuple[str, ...] = option((), "the layers to adapt; all linear ones but the output head if empty")
+    lora_save: str = option(
+        "merged", "export a checkpoint with the adapter in it, or the adapter alone", choices=lambda: lora.SAVES
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.lora_rank:
+            lora.check_installed()
+            return
+        for name in ("lora_alpha", "lora_target_modules", "lora_save"):
+            if getattr(self, name) != getattr(Config, name):
+                raise CalibeamError(f"{name} says how to adapt, and nothing is adapted: lora_rank is 0")
 
 
 def run(config: Config, *, force: bool = False) -> Path:
     from calibeam import seq2seq
     from calibeam.stages.decode import check_lengths
     from calibeam.stages.evaluate import Validation
+    from calibeam.stages.export import public_name
 
     data = store.read(config.data, "prepare")
     scored = store.read(config.scored, "score")
@@ -56,7 +76,10 @@ def run(config: Config, *, force: bool = False) -> Path:
         return output.path
     model = seq2seq.load(start.path, device=config.device)
     check_lengths(model, config.max_source_length, config.max_target_length)
-    step = CalibrationStep(model, seq2seq.load(start.path, device=config.device), config)
+    adapter = adapt(model, config)
+    reference = model if adapter else seq2seq.load(start.path, device=config.device)
+    step = CalibrationStep(model, reference, config, adapter.off if adapter else nullcontext)
+    merged: Switch = adapter.merged if adapter else nullcontext
 
     examples = {example.id: example for example in data.examples(scored.manifest["counts"]["split"])}
     rows = scored.rows("scored", store.SCORED)
@@ -67,13 +90,24 @@ def run(config: Config, *, force: bool = False) -> Path:
     def batch(some: Sequence[int], generator: Generator) -> Batch:
         return step.batch([sources[i] for i in some], [targets[i] for i in some], [rows[i] for i in some], generator)
 
+    def validate() -> dict[str, float]:
+        with merged():
+            return validation.measure("rouge", "perplexity")
+
+    def save(folder: Path) -> None:
+        with merged():
+            seq2seq.save(model, folder)
+        if adapter and config.lora_save == "adapter":
+            adapter.save(folder.with_name("adapter"), public_name(config.model))
+
     problem = Problem(
         ids=[row["id"] for row in rows],
         lengths=[len(source) for source in sources],
         weights=[1] * len(rows),
         batch=batch,
         loss=step.loss,
-        validate=lambda: validation.measure("rouge", "perplexity"),
+        validate=validate,
+        save=save,
         dropout=False,
         shown={
             "loss": "loss",
@@ -87,19 +121,40 @@ def run(config: Config, *, force: bool = False) -> Path:
         display.say(
             f"calibrate: {len(rows):,} examples, {without:,} of them without a pair to compare; lambda {step.reg_weight:.3g}"
         )
-        train(model, config, config.select, problem, output)
+        train(model.model, config, config.select, problem, output)
     return output.path
+
+
+def adapt(model: Seq2Seq, config: Config) -> lora.Adapter | None:
+    """The adapter that is trained in place of the model, if one is."""
+    if not config.lora_rank:
+        return None
+    adapter = lora.Adapter(
+        model.model,
+        rank=config.lora_rank,
+        alpha=config.lora_alpha,
+        target_modules=config.lora_target_modules,
+        seed=config.seed,
+    )
+    display.say(
+        f"calibrate: LoRA trains {adapter.size:,} weights beside the model's {model.model.num_parameters() - adapter.size:,}"
+    )
+    return adapter
 
 
 class CalibrationStep:
     """Algorithm 1's loss: calibration of candidates plus lambda times regularisation on the target.
 
-    The frozen fine-tuned model is the reference. Dropout is off in both, so before the first step the KL
-    divergence between them is exactly 0: the target goes through both in batches of one shape.
+    The frozen fine-tuned model is the reference: a copy, or the model itself without its adapter. Dropout is off in
+    both, so before the first step the KL divergence between them is exactly 0: the target goes through both in
+    batches of one shape.
     """
 
-    def __init__(self, model: Seq2Seq, reference: Seq2Seq, config: Config) -> None:
-        self._model, self._reference = model, reference.model.requires_grad_(False)
+    def __init__(self, model: Seq2Seq, reference: Seq2Seq, config: Config, off: Switch = nullcontext) -> None:
+        """off: switches off the adapter, where the reference is the model itself."""
+        self._model, self._reference, self._off = model, reference.model, off
+        if reference is not model:
+            reference.model.requires_grad_(False)
         self._loss = config.loss if callable(config.loss) else CALIBRATION_LOSSES[config.loss]
         self._regularizer = config.regularizer if callable(config.regularizer) else REGULARIZERS[config.regularizer]
         self._sample = self._loss in PAIR_LOSSES and config.pairs == "sampled"
@@ -141,7 +196,7 @@ class CalibrationStep:
         sources = (batch["input_ids"], batch["mask"])
         reference = None if self._regularizer in WITHOUT_REFERENCE else self._refer(*sources, batch["whole"], target)
         source = Source(model, *sources, whole=batch["whole"])
-        forced_target = Forced(source, target)
+        forced_target = Forced(source, target).settled()
         regularization = forced_target.regularization(self._regularizer, reference).sum()
         forced = Forced(source, tree)
         log_p = forced.log_p()
@@ -189,5 +244,5 @@ class CalibrationStep:
 
         from calibeam.engine.packing import Forced, Source
 
-        with torch.no_grad():
-            return Forced(Source(self._reference, input_ids, mask, whole=whole), target)
+        with torch.no_grad(), self._off():
+            return Forced(Source(self._reference, input_ids, mask, whole=whole), target).settled()

@@ -1,7 +1,8 @@
-"""Write the calibrated model as an ordinary Hugging Face checkpoint, with a model card.
+"""Write the calibrated model as an ordinary Hugging Face checkpoint, or its adapter alone, with a model card.
 
 Reads:   the folders written by calibrate and by evaluate, before and after
-Writes:  weights, tokenizer, generation config and README.md, which AutoModelForSeq2SeqLM loads without calibeam
+Writes:  weights, tokenizer, generation config and README.md, which AutoModelForSeq2SeqLM loads without calibeam;
+         after lora_save=adapter, what peft loads beside the fine-tuned model
 Example: calibeam export out/data.toml output=my-calibrated-model
 """
 
@@ -32,7 +33,7 @@ def run(config: Config, *, force: bool = False) -> Path:
     if output.done:
         return output.path
     with output.writing():
-        shutil.copytree(calibrated.path / "model", output.folder, dirs_exist_ok=True)
+        shutil.copytree(calibrated.path / _kind(calibrated), output.folder, dirs_exist_ok=True)
         (output.folder / "README.md").write_text(card(calibrated, before, after, output.path.name), encoding="utf-8")
     display.say(f"export: {output.path}")
     return output.path
@@ -46,10 +47,16 @@ def card(calibrated: store.Folder, before: store.Folder, after: store.Folder, na
         name=name,
         base=public_name(settings["model"]),
         base_is_on_hub=_is_hub_id(settings["model"]),
+        kind=_kind(calibrated),
         settings=settings,
         manifest=calibrated.manifest,
         comparison=compare(before, after),
     )
+
+
+def _kind(calibrated: store.Folder) -> str:
+    """Which of its folders is wanted."""
+    return "adapter" if calibrated.manifest["settings"].get("lora_save") == "adapter" else "model"
 
 
 def public_name(model: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,10 +65,11 @@ def run(config: Config, *, force: bool = False) -> Path:
         batch=batch,
         loss=loss,
         validate=lambda: validation.measure(config.select),
+        save=partial(seq2seq.save, model),
         dropout=True,
         shown={"loss": "loss"},
     )
     with output.writing():
         output.counts |= {"sources_cut": sources_cut, "targets_cut": targets_cut}
-        train(model, config, config.select, problem, output)
+        train(model.model, config, config.select, problem, output)
     return output.path
