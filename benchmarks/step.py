@@ -93,7 +93,7 @@ class Work:
             {"token_ids": ids, "similarity": s, "log_p": [0.0] * len(ids)}
             for ids, s in zip(self.candidates, self.similarity.tolist(), strict=True)
         ]
-        parameters = [*self.model.parameters()]
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
 
         def work(batch: Batch) -> Tensor:
             total = step.loss(batch)["loss"]

@@ -138,12 +138,14 @@ class _Step:
     """One update from the mean loss over a batch, computed some examples of similar length at a time."""
 
     def __init__(self, model: Any, config: TrainingConfig, problem: Problem, optimizer: Any) -> None:
+        from calibeam import families
         from calibeam.engine.graphs import Recorded
 
         self._model, self._config, self._problem, self._optimizer = model, config, problem, optimizer
         self._names: list[str] = []
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._add_gradients = Recorded(self._backward, model.device, enabled=config.cuda_graphs)
+        known = families.encoder(model) is not None  # of others nobody knows whether they wait for the GPU
+        self._add_gradients = Recorded(self._backward, model.device, enabled=config.cuda_graphs and known)
 
     def __call__(self, batch: list[int], step: int) -> dict[str, float]:
         import torch
@@ -193,7 +195,8 @@ def clear_gradients(parameters: Sequence[Tensor]) -> None:
     """To 0, where they are: a recorded step adds to them there."""
     import torch
 
-    torch._foreach_zero_([parameter.grad for parameter in parameters if parameter.grad is not None])
+    if gradients := [parameter.grad for parameter in parameters if parameter.grad is not None]:
+        torch._foreach_zero_(gradients)
 
 
 def _not_finite(what: str, value: float, step: int, batch: Sequence[int], problem: Problem) -> CalibeamError:

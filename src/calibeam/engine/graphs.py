@@ -6,14 +6,15 @@ the GPU that does them. A replayed CUDA graph is started at once, and does what 
 
 from __future__ import annotations
 
-import logging
+import gc
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-log = logging.getLogger("calibeam")
+from calibeam.records import CalibeamError
+
 Batch = Mapping[str, Any]
 """Tensors by name, and plain values that decide what is done with them."""
 
@@ -28,7 +29,7 @@ class Recorded:
         self._function, self._device = function, device
         self._enabled = enabled and device.type == "cuda"
         self._seen: dict[Any, _Recording | None] = {}
-        self._pool: Any = None
+        self._where: tuple[Any, torch.cuda.Stream] | None = None
 
     def __call__(self, batch: Batch) -> Tensor:
         if not self._enabled:
@@ -39,25 +40,25 @@ class Recorded:
             return self._function(_moved(batch, self._device))
         recording = self._seen[key]
         if recording is None:
-            try:
-                recording = self._seen[key] = self._record(batch)
-            except RuntimeError as error:
-                log.warning("the step cannot be recorded as a CUDA graph and runs without: %s", error)
-                self._enabled, self._seen = False, {}
-                return self(batch)
+            recording = self._seen[key] = self._record(batch)
         return recording.replay(batch)
 
     def _record(self, batch: Batch) -> _Recording:
-        if self._pool is None:
+        if self._where is None:
             torch.cuda.empty_cache()  # what ran unrecorded holds memory that no recording can use
-            self._pool = torch.cuda.graph_pool_handle()
-        return _Recording(self._function, _moved(batch, self._device), self._pool)
+            # Recordings share their memory, which only those on one stream do.
+            self._where = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
+        gc.collect()  # what is garbage holds memory too
+        try:
+            return _Recording(self._function, _moved(batch, self._device), *self._where)
+        except RuntimeError as error:  # after which random numbers cannot be drawn any more
+            reason = str(error).strip().splitlines()[0]
+            raise CalibeamError(f"a step cannot be recorded as a CUDA graph: {reason}. Pass cuda_graphs=false") from error
 
 
 class _Recording:
-    def __init__(self, function: Callable[[Batch], Tensor], batch: Batch, pool: Any) -> None:
+    def __init__(self, function: Callable[[Batch], Tensor], batch: Batch, pool: Any, stream: torch.cuda.Stream) -> None:
         self._inputs, self._graph = batch, torch.cuda.CUDAGraph()
-        stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             self._graph.capture_begin(pool=pool)
