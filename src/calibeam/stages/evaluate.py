@@ -189,7 +189,8 @@ class Validation:
             rows = decode_all(
                 self._model, [e.id for e in self._examples], self._sources, settings, seed=0, description="  validate"
             )
-        scores = rouge([row["texts"][0] for row in rows], [example.targets for example in self._examples])
+        outputs, targets = [row["texts"][0] for row in rows], [example.targets for example in self._examples]
+        scores = rouge(outputs, targets, newline=NEWLINE_MARK)
         return 100 * metrics.geometric_mean(*(float(scores[kind][:, 2].mean()) for kind in ROUGE_KINDS))
 
 
