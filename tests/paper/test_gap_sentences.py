@@ -75,7 +75,7 @@ def test_splitting_takes_linear_time_for_any_text(unit: str) -> None:
     ("count", "ratio", "gaps"),
     [(0, 0.15, 0), (1, 0.15, 0), (2, 0.15, 1), (10, 0.15, 2), (30, 0.15, 5), (4, 1.0, 3), (2, 0.0, 1), (10_000, 0.15, 1500)],
 )  # fmt: skip
-def test_the_number_of_gaps(count: int, ratio: float, gaps: int) -> None:
+def test_fault_41_the_number_of_gaps(count: int, ratio: float, gaps: int) -> None:
     assert number_of_gaps(count, ratio) == gaps
 
 
@@ -159,7 +159,7 @@ def test_noise_lets_close_scores_change_places_and_no_others() -> None:
 
 
 @pytest.mark.parametrize("name", GAP_SELECTIONS)
-def test_equal_sentences_without_words_and_very_many(name: str) -> None:
+def test_fault_41_equal_sentences_without_words_and_very_many(name: str) -> None:
     select = GAP_SELECTIONS[name]
     for document in (["the same."] * 10, ["..."] * 10, ["", "one"] * 5):
         chosen = select(document, 2, RANDOM)
