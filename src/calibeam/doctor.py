@@ -11,7 +11,6 @@ from calibeam import display, store
 
 EXTRAS = {
     "datasets": "prepare reads splits of Hub datasets (hub:NAME:SPLIT)",
-    "sentencepiece": "tokenizers of older T5 and PEGASUS checkpoints, where there is no tokenizer.json",
 }
 
 

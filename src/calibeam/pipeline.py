@@ -2,7 +2,8 @@
 
 The top of a recipe has `output`, the folder of the run, and `model`, the model it begins with. A
 `[finetune]` table asks for fine-tuning; without one, `model` is taken as fine-tuned already. A
-`[create]` table makes the model to begin with. All other stages always run.
+`[create]` table makes the model to begin with, and a `[tokenizer]` table its vocabulary. All other stages
+always run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from calibeam import display, recipe, stages, store
 from calibeam.records import CalibeamError
 
 TOP = {"output": str, "model": str}
-ASKED_FOR = frozenset({"create", "finetune"})
+ASKED_FOR = frozenset({"tokenizer", "create", "finetune"})
 
 
 @dataclass(frozen=True)
@@ -87,8 +88,11 @@ def _steps(tables: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
     comparison = {"before": before, "after": after, "calibrated": at("calibrate")}
 
     yield "prepare", {"output": at("prepare")}
+    if "tokenizer" in tables:
+        yield "tokenizer", {"output": at("tokenizer")}
     if "create" in tables:
-        yield "create", {**data, "output": at("create")}
+        vocabulary = {"tokenizer": at("tokenizer")} if "tokenizer" in tables else data
+        yield "create", {**({} if "tokenizer" in tables["create"] else vocabulary), "output": at("create")}
     if "finetune" in tables:
         yield "finetune", {**data, "model": start, "output": at("finetune")}
     yield "decode", {**data, "model": tuned, "output": at("decode")}

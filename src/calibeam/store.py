@@ -15,7 +15,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -26,13 +26,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import calibeam
+from calibeam import rows
 from calibeam.recipe import StageConfig
 from calibeam.records import CalibeamError, Example
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 ORIGIN = "origin.json"  # in the folder of a stage under way that can be resumed
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "rouge-score", "sacrebleu")
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "rouge-score", "sacrebleu", "sentencepiece")
 
 EXAMPLES = pa.schema([("id", pa.string()), ("source", pa.string()), ("targets", pa.list_(pa.string()))])
 CANDIDATES = pa.schema([
@@ -112,6 +113,13 @@ def read_model(path: Path) -> Folder:
         verify(path.parent, _manifest(path.parent))
     files = {name: facts for name, facts in _inventory(path).items() if not name.endswith(".md")}
     return Folder(path, _digest(files), {})
+
+
+def read_files(places: Sequence[str]) -> Folder:
+    """Files of rows as one input."""
+    digests = [rows.digest(place) for place in places]
+    together = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    return Folder(Path(places[0]), together, {})
 
 
 def verify(path: Path, manifest: dict[str, Any]) -> None:
