@@ -18,7 +18,7 @@ from calibeam.paper.calibration import CALIBRATION_LOSSES, PAIR_LOSSES, ordered_
 from calibeam.paper.regularization import REGULARIZERS, WITHOUT_REFERENCE
 from calibeam.paper.similarity import span_similarity
 from calibeam.recipe import option
-from calibeam.training import SELECTIONS, Problem, TrainingConfig, train
+from calibeam.training import SELECTIONS, ExamplesConfig, Item, Problem, Shuffled, train
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TrainingConfig):
+class Config(ExamplesConfig):
     scored: str = option(help="the folder written by score", identity=False)
     learning_rate: float = option(1e-5, "the peak learning rate", above=0)
     loss: str | Callable[..., Any] = option("rank", "Eq. 1", choices=lambda: CALIBRATION_LOSSES)
@@ -68,10 +68,9 @@ def run(config: Config, *, force: bool = False) -> Path:
     def batch(some: Sequence[int], generator: Generator) -> Batch:
         return step.batch([sources[i] for i in some], [targets[i] for i in some], [rows[i] for i in some], generator)
 
+    items = [Item(row["id"], len(sources[index]), 1, index) for index, row in enumerate(rows)]
     problem = Problem(
-        ids=[row["id"] for row in rows],
-        lengths=[len(source) for source in sources],
-        weights=[1] * len(rows),
+        batches=Shuffled(items, config.batch_size, config.seed),
         batch=batch,
         loss=step.loss,
         validate=lambda: validation.measure("rouge", "perplexity"),
@@ -79,11 +78,12 @@ def run(config: Config, *, force: bool = False) -> Path:
     )
     with output.writing():
         without = sum(len(set(row["similarity"])) < 2 for row in rows)
-        output.counts |= {"sources_cut": sources_cut, "targets_cut": targets_cut, "examples_without_a_pair": without}
+        cut = {"sources_cut": sources_cut, "targets_cut": targets_cut}
+        output.counts |= {"examples": len(items), **cut, "examples_without_a_pair": without}
         display.say(
             f"calibrate: {len(rows):,} examples, {without:,} of them without a pair to compare; lambda {step.reg_weight:.3g}"
         )
-        train(model, config, config.select, problem, output)
+        train(model, config, config.plan(len(items), config.select), problem, output)
     return output.path
 
 
