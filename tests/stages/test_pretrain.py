@@ -282,6 +282,8 @@ def test_a_damaged_checkpoint_is_named(model: str, files: tuple[str, ...], tmp_p
 def test_it_learns(model: str, files: tuple[str, ...], tmp_path: Path) -> None:
     given = {"max_steps": 60, "optimizer": "adamw", "learning_rate": 1e-2, "label_smoothing": 0.0, "mlm_ratio": 0.15}
     folder = pretrain.run(config(model, files, tmp_path / "out", **given, eval_steps=60))
+    moved = {name: not torch.equal(weight, weights(Path(model))[name]) for name, weight in weights(folder).items()}
+    assert all(changed == ("embed_positions" not in name) for name, changed in moved.items() if name != "final_logits_bias")
     records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     before, after = (record["validation"]["perplexity"] for record in records if "validation" in record)
     assert after < before / 3

@@ -79,8 +79,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         torch.manual_seed(config.seed)
         model = PegasusForConditionalGeneration(_architecture(config, tokenizer))
         save(Seq2Seq(model, tokenizer), output.folder / "model")
-        # The sinusoidal positions are not learnt, and not counted.
-        output.counts |= {"parameters": model.num_parameters(only_trainable=True), "vocabulary": len(tokenizer)}
+        output.counts |= {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)}
     display.say(f"create: {output.counts['parameters']:,} parameters, vocabulary {output.counts['vocabulary']:,}")
     return output.path
 
