@@ -353,6 +353,16 @@ def test_with_create_no_model_is_needed_and_finetune_begins_with_it() -> None:
     assert steps_of(create={})["run/decode"].model == "run/create"
 
 
+def test_with_a_vocabulary_and_pretraining_each_begins_with_the_one_before() -> None:
+    corpus = {"files": ["a.txt"]}
+    steps = steps_of(tokenizer=corpus, create={"size": "base"}, pretrain={**corpus, "max_steps": 1}, finetune={})
+    assert list(steps)[:5] == [f"run/{name}" for name in ("prepare", "tokenizer", "create", "pretrain", "finetune")]
+    assert (steps["run/create"].tokenizer, steps["run/create"].data) == ("run/tokenizer", "")
+    assert (steps["run/pretrain"].model, steps["run/finetune"].model) == ("run/create", "run/pretrain")
+    assert steps_of(create={"tokenizer": "t"})["run/create"].data == ""
+    assert steps_of(model="m", pretrain={**corpus, "max_steps": 1})["run/decode"].model == "run/pretrain"
+
+
 def test_a_plan_needs_a_model_and_an_output() -> None:
     with pytest.raises(CalibeamError, match=r"^the recipe needs model: a folder or a Hugging Face Hub id"):
         pipeline.plan({"output": "run"})

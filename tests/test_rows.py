@@ -117,3 +117,20 @@ def test_a_csv_file_of_one_endless_line_is_an_error_and_not_held_in_memory(
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 1 << 25
+
+
+def test_a_text_file_has_blank_lines_between_documents(tmp_path: Path) -> None:
+    text = "\n\ufeffOne\n  two \n \t\n\n\nThree\r\n\r\nfour"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    with gzip.open(tmp_path / "b.txt.gz", "wb") as file:
+        file.write(b"good\n\nba\xff\n\nlast\n")
+    assert [row["text"] for row in rows.read(str(tmp_path / "a.txt"))] == ["One\n  two", "Three", "four"]
+    assert [*rows.read(str(tmp_path / "b.txt.gz"))] == [{"text": "good"}, "not valid UTF-8", {"text": "last"}]
+
+
+def test_a_document_of_a_text_file_has_a_longest_length(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "LONGEST_LINE", 20)
+    (tmp_path / "a.txt").write_text("0123456789\n0123456789\n\nshort\n\n" + 30 * "x" + "\n\nend")
+    found = [*rows.read(str(tmp_path / "a.txt"))]
+    assert [row for row in found if isinstance(row, dict)] == [{"text": "short"}, {"text": "end"}]
+    assert [str(row)[:9] for row in found if isinstance(row, rows.Complaint)] == ["over-long", "over-long"]

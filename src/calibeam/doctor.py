@@ -12,7 +12,6 @@ from calibeam import display, store
 EXTRAS = {
     "datasets": "prepare reads splits of Hub datasets (hub:NAME:SPLIT)",
     "peft": "calibrate trains LoRA adapters (lora_rank)",
-    "sentencepiece": "tokenizers of older T5 and PEGASUS checkpoints, where there is no tokenizer.json",
 }
 
 

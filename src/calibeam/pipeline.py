@@ -2,7 +2,8 @@
 
 The top of a recipe has `output`, the folder of the run, and `model`, the model it begins with. A
 `[finetune]` table asks for fine-tuning; without one, `model` is taken as fine-tuned already. A
-`[create]` table makes the model to begin with. All other stages always run.
+`[create]` table makes the model to begin with, a `[tokenizer]` table its vocabulary, and a `[pretrain]`
+table trains it on text first. All other stages always run.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from calibeam import display, recipe, stages, store
 from calibeam.records import CalibeamError
 
 TOP = {"output": str, "model": str}
-ASKED_FOR = frozenset({"create", "finetune"})
+ASKED_FOR = frozenset({"tokenizer", "create", "pretrain", "finetune"})
 
 
 @dataclass(frozen=True)
@@ -80,17 +81,23 @@ def _steps(tables: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
 
     data = {"data": at("prepare")}
     start: str = at("create") if "create" in tables else tables.get("model", "")
-    tuned = at("finetune") if "finetune" in tables else start
+    trained = at("pretrain") if "pretrain" in tables else start
+    tuned = at("finetune") if "finetune" in tables else trained
     if not start:
         raise CalibeamError("the recipe needs model: a folder or a Hugging Face Hub id (or a [create] table)")
     before, after = at("evaluate", "evaluate/finetuned"), at("evaluate", "evaluate/calibrated")
     comparison = {"before": before, "after": after, "calibrated": at("calibrate")}
 
     yield "prepare", {"output": at("prepare")}
+    if "tokenizer" in tables:
+        yield "tokenizer", {"output": at("tokenizer")}
     if "create" in tables:
-        yield "create", {**data, "output": at("create")}
+        vocabulary = {"tokenizer": at("tokenizer")} if "tokenizer" in tables else data
+        yield "create", {**({} if "tokenizer" in tables["create"] else vocabulary), "output": at("create")}
+    if "pretrain" in tables:
+        yield "pretrain", {"model": start, "output": at("pretrain")}
     if "finetune" in tables:
-        yield "finetune", {**data, "model": start, "output": at("finetune")}
+        yield "finetune", {**data, "model": trained, "output": at("finetune")}
     yield "decode", {**data, "model": tuned, "output": at("decode")}
     yield "score", {**data, "model": tuned, "candidates": at("decode"), "output": at("score")}
     yield "calibrate", {**data, "model": tuned, "scored": at("score"), "output": at("calibrate")}

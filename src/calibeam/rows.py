@@ -63,8 +63,17 @@ def digest(place: str) -> str:
 
 
 def is_readable(path: Path) -> bool:
-    """Whether the name is that of a kind of file known here."""
-    return kind(path) in READERS
+    """Whether the name is that of a kind of file known here, of rows with fields."""
+    return kind(path) in READERS and kind(path) != ".txt"
+
+
+def is_unicode(text: str) -> bool:
+    """Whether the text can be written down: JSON can hold half of a surrogate pair."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def kind(path: Path) -> str:
@@ -77,8 +86,8 @@ def kind(path: Path) -> str:
 
 
 def _reader(path: Path) -> Callable[[Path], Iterator[Any]]:
-    if not is_readable(path):
-        raise CalibeamError(f"{path}: unknown kind of file; known are .jsonl, .json, .csv, .tsv and .parquet")
+    if kind(path) not in READERS:
+        raise CalibeamError(f"{path}: unknown kind of file; known are .jsonl, .json, .csv, .tsv, .parquet and .txt")
     return READERS[kind(path)]
 
 
@@ -181,8 +190,32 @@ def _parquet(path: Path) -> Iterator[Any]:
         raise CalibeamError(f"{path} cannot be read: {error}") from error
 
 
+def _text(path: Path) -> Iterator[Any]:
+    """Documents, with blank lines between them."""
+    with _bytes_of(path) as stream:
+        lines: list[str] = []
+        size = 0
+        for line in chain(_lines(stream), [b""]):
+            problem = line if isinstance(line, Complaint) else None
+            try:
+                text = "" if isinstance(line, Complaint) else line.decode("utf-8-sig")
+            except UnicodeDecodeError:
+                problem = Complaint("not valid UTF-8")
+            size += len(line)
+            if size > LONGEST_LINE:
+                problem = Complaint(f"over-long: a document of more than {LONGEST_LINE >> 20} MiB")
+            if problem:
+                lines, size = [], 0
+                yield problem
+            elif text.strip():
+                lines.append(text)
+            elif lines:
+                yield {"text": "".join(lines).strip()}
+                lines, size = [], 0
+
+
 READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
-    ".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet,
+    ".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".txt": _text,
 }  # fmt: skip
 
 

@@ -227,6 +227,13 @@ def max_positions(model: Any) -> int | None:
     return getattr(model.config, "max_position_embeddings", None)
 
 
+def fix_sinusoids(model: Any) -> None:
+    """Sinusoidal positions are not learnt, which transformers knows of a new model and forgets of one that it loads."""
+    for module in model.modules():
+        if type(module).__name__.endswith("SinusoidalPositionalEmbedding"):
+            module.requires_grad_(False)
+
+
 def encode(model: Any, input_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """The encoder's output states. [batch, length, size]"""
     return model.get_encoder()(input_ids=input_ids, attention_mask=attention_mask).last_hidden_state

@@ -15,7 +15,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -26,13 +26,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 import calibeam
+from calibeam import rows
 from calibeam.recipe import StageConfig
 from calibeam.records import CalibeamError, Example
 
 FORMAT = 1
 MANIFEST = "manifest.json"
 ORIGIN = "origin.json"  # in the folder of a stage under way that can be resumed
-PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "nltk", "sacrebleu", "peft")
+PACKAGES = (
+    "torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "nltk", "sacrebleu", "sentencepiece", "peft",
+)  # fmt: skip
 
 EXAMPLES = pa.schema([("id", pa.string()), ("source", pa.string()), ("targets", pa.list_(pa.string()))])
 CANDIDATES = pa.schema([
@@ -112,6 +115,13 @@ def read_model(path: Path) -> Folder:
         verify(path.parent, _manifest(path.parent))
     files = {name: facts for name, facts in _inventory(path).items() if not name.endswith(".md")}
     return Folder(path, _digest(files), {})
+
+
+def read_files(places: Sequence[str]) -> Folder:
+    """Files of rows as one input."""
+    digests = [rows.digest(place) for place in places]
+    together = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+    return Folder(Path(places[0]), together, {})
 
 
 def verify(path: Path, manifest: dict[str, Any]) -> None:
@@ -202,7 +212,7 @@ class Output:
         """One table, whole or not at all."""
         partial = self.folder / f".{name}.partial"
         pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), partial, write_page_checksum=True)
-        _sync(partial)
+        sync(partial)
         os.replace(partial, self.folder / f"{name}.parquet")
 
     def drop(self, names: Iterable[str]) -> None:
@@ -230,6 +240,14 @@ class Output:
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
 
+    def keep_log(self, wanted: Callable[[dict[str, Any]], bool]) -> None:
+        """Leave out what an interrupted run logged after the point that this one goes on from."""
+        file = self.folder / "log.jsonl"
+        if file.is_file():
+            lines = file.read_text(encoding="utf-8").splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]
+            write_file(file, "".join(line for line in whole if wanted(json.loads(line))))
+
     def _finish(self, started: float, seconds: float) -> None:
         for partial in self.folder.glob(".*.partial"):
             partial.unlink()  # of a table that an interrupted run did not finish
@@ -250,14 +268,14 @@ class Output:
         }
         self.write_json(MANIFEST, {**manifest, "seal": _seal(manifest)})
         for name in (*files, MANIFEST):
-            _sync(self.folder / name)
+            sync(self.folder / name)
         for folder in {(self.folder / name).parent for name in files} | {self.folder}:
-            _sync(folder)
+            sync(folder)
         if self.path.exists():
             shutil.rmtree(self.path)
         (self.folder / ORIGIN).unlink(missing_ok=True)
         os.replace(self.folder, self.path)
-        _sync(self.path.parent)
+        sync(self.path.parent)
 
 
 def is_free(path: Path) -> bool:
@@ -274,9 +292,9 @@ def write_file(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text, encoding="utf-8")
-    _sync(partial)
+    sync(partial)
     os.replace(partial, path)
-    _sync(path.parent)
+    sync(path.parent)
 
 
 def versions() -> dict[str, str]:
@@ -343,7 +361,8 @@ def _differences(old: Any, new: Any, path: str = "") -> list[str]:
     return [] if old == new else [f"{path}: {old!r} there, {new!r} now"]
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """On the disk, not only on its way there."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

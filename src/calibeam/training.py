@@ -1,14 +1,14 @@
-"""The one training loop, shared by fine-tuning and calibration."""
+"""The one training loop, shared by pretraining, fine-tuning and calibration."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from calibeam import display, store
 from calibeam.recipe import StageConfig, option
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Generator, Tensor
 
+    from calibeam.checkpoint import Position
     from calibeam.engine.graphs import Batch
 
 OPTIMIZERS = {"adamw": "AdamW", "adafactor": "Adafactor"}
@@ -28,22 +29,15 @@ SELECTIONS = {"perplexity": -1, "rouge": +1}
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(StageConfig):
-    data: str = option(help="the folder written by prepare", identity=False)
     model: str = option(help="the model to begin with: a folder or a Hub id", identity=False)
     learning_rate: float = option(1e-4, "the peak learning rate", above=0)
     batch_size: int = option(64, "examples per step", at_least=1)
     micro_batch_size: int = option(8, "examples per forward pass; gradients add up to the batch", at_least=1, identity=False)
-    num_train_epochs: float = option(1.0, "passes over the training data", above=0)
-    max_steps: int = option(0, "stop after so many steps; 0 for all epochs", at_least=0)
     optimizer: str = option("adamw", "the optimizer", choices=lambda: OPTIMIZERS)
     weight_decay: float = option(0.0, "of the optimizer", at_least=0)
     lr_scheduler_type: str = option("constant_with_warmup", "as in transformers", choices=lambda: SCHEDULES)
     warmup_steps: int = option(0, "steps over which the learning rate rises", at_least=0)
     max_grad_norm: float = option(1.0, "gradients are scaled down to this norm", above=0)
-    eval_steps: int = option(0, "steps between validations; 0 for one per epoch", at_least=0)
-    patience: int = option(0, "stop after so many validations without improvement; 0 for never", at_least=0)
-    select_examples: int = option(500, "validation examples to select by; 0 for all", at_least=0)
-    select_num_beams: int = option(5, "beams when selecting by ROUGE", at_least=1)
     max_source_length: int = option(512, "source tokens; longer sources are cut", at_least=1)
     max_target_length: int = option(128, "target tokens; longer targets are cut", at_least=1)
     seed: int = option(0, "of shuffling, dropout and sampling", at_least=0)
@@ -51,15 +45,64 @@ class TrainingConfig(StageConfig):
     device: str = option("auto", "auto, cpu or cuda", identity=False)
 
 
-class Problem(NamedTuple):
-    """What to train on: `ids` names the examples, `lengths` sorts them, and so on."""
+@dataclass(frozen=True, kw_only=True)
+class ExamplesConfig(TrainingConfig):
+    """Of training on the examples of a prepared dataset."""
 
-    ids: Sequence[str]
-    lengths: Sequence[int]
-    weights: Sequence[float]
-    """What an example counts in its batch's mean: 1, or its number of tokens."""
-    batch: Callable[[Sequence[int], Generator], Batch]
-    """Some examples, on the host."""
+    data: str = option(help="the folder written by prepare", identity=False)
+    num_train_epochs: float = option(1.0, "passes over the training data", above=0)
+    max_steps: int = option(0, "stop after so many steps; 0 for all epochs", at_least=0)
+    eval_steps: int = option(0, "steps between validations; 0 for one per epoch", at_least=0)
+    patience: int = option(0, "stop after so many validations without improvement; 0 for never", at_least=0)
+    select_examples: int = option(500, "validation examples to select by; 0 for all", at_least=0)
+    select_num_beams: int = option(5, "beams when selecting by ROUGE", at_least=1)
+
+    def plan(self, examples: int, select: str) -> Plan:
+        steps_per_epoch = math.ceil(examples / self.batch_size)
+        steps = self.max_steps or math.ceil(self.num_train_epochs * steps_per_epoch)
+        return Plan(steps, self.eval_steps or steps_per_epoch, select, self.patience)
+
+
+class Plan(NamedTuple):
+    """How long to train, and which weights to keep."""
+
+    steps: int
+    every: int
+    """Steps between validations."""
+    select: str | None
+    """What the checkpoint is chosen by; None for the last one."""
+    patience: int = 0
+    save_steps: int = 0
+    """Steps between checkpoints to go on from; 0 for none."""
+
+
+class Item(NamedTuple):
+    """One example, as the loop sees it."""
+
+    name: str
+    length: int
+    """By which those of a batch are sorted, so that those of similar length go together."""
+    weight: float
+    """What it counts in its batch's mean: 1, or its number of tokens."""
+    content: Any
+    """What `Problem.batch` takes."""
+
+
+class Batches(Protocol):
+    def next(self) -> Sequence[Item]: ...
+
+    def position(self) -> Position:
+        """After the last batch that `next` gave."""
+
+    def restore(self, position: Position) -> None: ...
+
+
+class Problem(NamedTuple):
+    """What to train on, and how."""
+
+    batches: Batches
+    batch: Callable[[Sequence[Any], Generator], Batch]
+    """The contents of some items, on the host."""
     loss: Callable[[Batch], dict[str, Tensor]]
     """The summed loss of a batch, and figures to show, summed likewise. It must not wait for a GPU."""
     validate: Callable[[], dict[str, float]]
@@ -70,38 +113,51 @@ class Problem(NamedTuple):
     """The figures to show as it goes, and what to call them."""
 
 
-def train(model: Any, config: TrainingConfig, select: str, problem: Problem, output: store.Output) -> None:
-    """Train, validate, and leave the best checkpoint in `output.folder/model`.
+def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, output: store.Output) -> None:
+    """Train, validate, and leave the chosen weights in `output.folder/model`.
 
-    The starting point is validated too: a run that only makes things worse gives it back unchanged.
+    Where weights are chosen, the starting point is validated too: a run that only makes things worse gives it back unchanged.
     """
     import torch
 
+    from calibeam import checkpoint
+
+    select = plan.select
     torch.manual_seed(config.seed)
-    steps_per_epoch = math.ceil(len(problem.ids) / config.batch_size)
-    steps = config.max_steps or math.ceil(config.num_train_epochs * steps_per_epoch)
-    every = config.eval_steps or steps_per_epoch
-    optimizer, schedule = _optimizer(model, config, steps)
+    optimizer, schedule = _optimizer(model, config, plan.steps)
     best, best_step, worse = -math.inf, 0, 0
 
     def validate(step: int, shown: str = "") -> None:
         nonlocal best, best_step, worse
         model.eval()
         figures = problem.validate()
-        output.append_log({"step": step, "validation": figures})
+        if figures:
+            output.append_log({"step": step, "validation": figures})
+            display.say(f"  step {step}: {shown}validation " + _show(figures))
+        if select is None:
+            return
         value = SELECTIONS[select] * figures[select]
-        display.say(f"  step {step}: {shown}validation " + _show(figures))
         worse += 1
         if step == 0 or value > best or (math.isnan(best) and not math.isnan(value)):
             best, best_step, worse = value, step, 0
             problem.save(output.folder / "model")
 
-    validate(0)
-    batches, update = _batches(len(problem.ids), config.batch_size, config.seed), _Step(model, config, problem, optimizer)
-    with display.Bar(output.kind, steps) as bar:
-        for step in range(1, steps + 1):
+    done = 0
+    found = checkpoint.load(output.folder, model, optimizer, schedule) if plan.save_steps else None
+    if found:
+        done, best, best_step, worse = (found[0][name] for name in ("step", "best", "best_step", "worse"))
+        problem.batches.restore(found[1])
+        output.keep_log(lambda record: record["step"] <= done)
+        display.say(f"  going on after step {done}")
+    else:
+        output.keep_log(lambda record: False)
+        validate(0)
+    update = _Step(model, config, problem, optimizer)
+    with display.Bar(output.kind, plan.steps) as bar:
+        bar.advance(done)
+        for step in range(done + 1, plan.steps + 1):
             model.train(problem.dropout)
-            batch, start = next(batches), time.perf_counter()
+            batch, start = problem.batches.next(), time.perf_counter()
             figures = update(batch, step)
             seconds = time.perf_counter() - start
             figures["learning_rate"] = schedule.get_last_lr()[0]
@@ -110,19 +166,27 @@ def train(model: Any, config: TrainingConfig, select: str, problem: Problem, out
             shown = f"{len(batch) / seconds:.4g} examples/s  "  # not in the log, which is the same for the same run
             shown += _show({called: figures[name] for name, called in problem.shown.items()})
             bar.advance(figures=shown)
-            if step % every == 0 or step == steps:
+            done = step
+            if step % plan.every == 0 or step == plan.steps:
                 validate(step, shown + "  ")
-                if config.patience and worse >= config.patience:
+                if plan.patience and worse >= plan.patience:
                     output.notes.append(f"stopped at step {step}: {worse} validations without improvement")
                     break
+            if plan.save_steps and step % plan.save_steps == 0 and step < plan.steps:
+                facts = {"step": step, "best": best, "best_step": best_step, "worse": worse}
+                checkpoint.save(output.folder, facts, model, optimizer, schedule, problem.batches.position())
     model.eval()
-    output.counts |= {"examples": len(problem.ids), "steps": step, "best_step": best_step}
-    output.counts[f"best_{select}"] = SELECTIONS[select] * best
-    if best_step == 0:
-        output.notes.append("no step improved on the starting point by the selection metric; it is kept unchanged")
-        display.say(f"  {output.notes[-1]}", style="yellow")
+    output.counts["steps"] = done
+    if select is None:
+        problem.save(output.folder / "model")
     else:
-        display.say(f"  kept step {best_step}, the best by validation {select}")
+        output.counts |= {"best_step": best_step, f"best_{select}": SELECTIONS[select] * best}
+        if best_step == 0:
+            output.notes.append("no step improved on the starting point by the selection metric; it is kept unchanged")
+            display.say(f"  {output.notes[-1]}", style="yellow")
+        else:
+            display.say(f"  kept step {best_step}, the best by validation {select}")
+    (output.folder / checkpoint.NAME).unlink(missing_ok=True)
 
 
 def autocast(device: torch.device) -> AbstractContextManager[Any]:
@@ -147,22 +211,24 @@ class _Step:
         known = families.encoder(model) is not None  # of others nobody knows whether they wait for the GPU
         self._add_gradients = Recorded(self._backward, model.device, enabled=config.cuda_graphs and known)
 
-    def __call__(self, batch: list[int], step: int) -> dict[str, float]:
+    def __call__(self, batch: Sequence[Item], step: int) -> dict[str, float]:
         import torch
 
         problem, size = self._problem, self._config.micro_batch_size
-        batch = sorted(batch, key=lambda index: problem.lengths[index])
-        weight = torch.tensor(sum(problem.weights[index] for index in batch), dtype=torch.float32)
+        batch = sorted(batch, key=lambda item: item.length)
+        weight = torch.tensor(sum(item.weight for item in batch), dtype=torch.float32)
         generator = torch.Generator().manual_seed((self._config.seed << 32) + step)
         parts = [batch[start : start + size] for start in range(0, len(batch), size)]
-        found = [self._add_gradients({**problem.batch(part, generator), "weight": weight}) for part in parts]
+        found = [
+            self._add_gradients({**problem.batch([item.content for item in part], generator), "weight": weight}) for part in parts
+        ]
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
         values = torch.stack(found)
         for part, loss in zip(parts, values[:, 0].tolist(), strict=True):
             if not math.isfinite(loss):
-                raise _not_finite("loss", loss, step, part, problem)
+                raise _not_finite("loss", loss, step, part)
         if not math.isfinite(norm):
-            raise _not_finite("gradient", float(norm), step, batch, problem)
+            raise _not_finite("gradient", float(norm), step, batch)
         self._optimizer.step()
         clear_gradients(self._parameters)
         return dict(zip(self._names, (values.double().sum(0) / weight.item()).tolist(), strict=True))
@@ -199,23 +265,40 @@ def clear_gradients(parameters: Sequence[Tensor]) -> None:
         torch._foreach_zero_(gradients)
 
 
-def _not_finite(what: str, value: float, step: int, batch: Sequence[int], problem: Problem) -> CalibeamError:
-    names = ", ".join(problem.ids[index] for index in batch[:8]) + (", ..." if len(batch) > 8 else "")
+def _not_finite(what: str, value: float, step: int, batch: Sequence[Item]) -> CalibeamError:
+    names = ", ".join(item.name for item in batch[:8]) + (", ..." if len(batch) > 8 else "")
     return CalibeamError(
         f"the {what} is {value} at step {step}, on examples {names}. Nothing was saved. "
         "A lower learning rate may help; so may a look at these examples"
     )
 
 
-def _batches(size: int, batch_size: int, seed: int) -> Iterator[list[int]]:
-    """Every example once per epoch, in an order that depends on seed and epoch alone."""
-    import torch
+class Shuffled:
+    """Every item once per epoch, in an order that depends on seed and epoch alone."""
 
-    epoch = 0
-    while True:
-        order = torch.randperm(size, generator=torch.Generator().manual_seed((seed << 32) + epoch)).tolist()
-        yield from (order[start : start + batch_size] for start in range(0, size, batch_size))
-        epoch += 1
+    def __init__(self, items: Sequence[Item], batch_size: int, seed: int) -> None:
+        self._items, self._batch_size, self._seed = items, batch_size, seed
+        self._given = 0
+        self._order: tuple[int, list[int]] | None = None
+
+    def next(self) -> Sequence[Item]:
+        import torch
+
+        epoch, place = divmod(self._given, math.ceil(len(self._items) / self._batch_size))
+        if self._order is None or self._order[0] != epoch:
+            generator = torch.Generator().manual_seed((self._seed << 32) + epoch)
+            self._order = epoch, torch.randperm(len(self._items), generator=generator).tolist()
+        self._given += 1
+        start = place * self._batch_size
+        return [self._items[index] for index in self._order[1][start : start + self._batch_size]]
+
+    def position(self) -> Position:
+        from calibeam.checkpoint import Position
+
+        return Position({"given": self._given}, {})
+
+    def restore(self, position: Position) -> None:
+        self._given = position.facts["given"]
 
 
 def _optimizer(model: Any, config: TrainingConfig, steps: int) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from calibeam.paper.likelihood import log_probabilities, perplexity, sequence_log_p, token_log_p
+from calibeam.paper.likelihood import log_probabilities, perplexity, sequence_log_p, smoothed_cross_entropy, token_log_p
 
 
 def test_sequence_log_p_is_the_sum_over_tokens_with_the_end_token() -> None:
@@ -56,3 +56,14 @@ def test_perplexity_by_hand() -> None:
 
 def test_perplexity_of_no_tokens_is_not_a_number() -> None:
     assert math.isnan(perplexity(0.0, 0))
+
+
+def test_smoothed_cross_entropy_is_torchs_label_smoothing() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(2, 3, 5, generator=generator)
+    target, mask = torch.randint(5, (2, 3), generator=generator), torch.tensor([[True, True, False], [True, True, True]])
+    expected = torch.nn.functional.cross_entropy(logits.transpose(1, 2), target, label_smoothing=0.1, reduction="none")
+    assert smoothed_cross_entropy(logits, target, mask, 0.1).tolist() == pytest.approx((expected * mask).sum(-1).tolist())
+    assert smoothed_cross_entropy(logits, target, mask, 0.0).tolist() == pytest.approx(
+        (-sequence_log_p(token_log_p(logits, target), mask)).tolist()
+    )

@@ -337,7 +337,7 @@ UNREADABLE: dict[str, tuple[bytes | None, str]] = {
     "header.csv": (b"source,target\n", "the train split is empty: "),
     "blank.jsonl": (b"\n \n", "the train split is empty: "),
     "empty.parquet": (b"", " cannot be read: "),
-    "notes.docx": (b"PK", "unknown kind of file; known are .jsonl, .json, .csv, .tsv and .parquet"),
+    "notes.docx": (b"PK", "unknown kind of file; known are .jsonl, .json, .csv, .tsv, .parquet and .txt"),
     "rows": (GOOD, "unknown kind of file"),
     "rows.parquet.gz": (gzip.compress(b"PAR1"), "unknown kind of file"),
     "cut.jsonl.gz": (gzip.compress(GOOD * 1000)[:-20], " cannot be read: "),

@@ -183,6 +183,8 @@ def mask_tokens(
     """
     import numpy as np
 
+    if not ratio:
+        return [*token_ids], []
     masked = np.array(token_ids, dtype=np.int64)
     places = random.permutation(np.flatnonzero((masked >= ordinary.start) & (masked < ordinary.stop)))
     places = np.sort(places[: math.floor(ratio * len(places) + 0.5)])

@@ -29,6 +29,13 @@ def sequence_log_p(token_log_p: Tensor, mask: Tensor) -> Tensor:
     return token_log_p.masked_fill(~mask, 0.0).sum(-1)
 
 
+def smoothed_cross_entropy(logits: Tensor, token_ids: Tensor, mask: Tensor, smoothing: float) -> Tensor:
+    """sum_t -(1 - e) log P(y^t | ...) - e/V sum_v log P(v | ...): label smoothing as PEGASUS trains with. [...]"""
+    log_p = log_probabilities(logits)
+    told = log_p.gather(-1, token_ids[..., None])[..., 0]
+    return -sequence_log_p((1 - smoothing) * told + smoothing * log_p.mean(-1), mask)
+
+
 def perplexity(total_log_p: float, tokens: int) -> float:
     """exp of the mean negative log-likelihood per token."""
     if not tokens:

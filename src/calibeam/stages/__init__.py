@@ -7,7 +7,9 @@ from typing import Any
 
 STAGES: dict[str, str] = {
     "prepare": "read and check the rows of a dataset",
-    "create": "make a new model: train a tokenizer, draw random weights",
+    "tokenizer": "train a vocabulary on files of documents",
+    "create": "make a new model: draw random weights of a size",
+    "pretrain": "train on text, by writing the sentences that were masked",
     "finetune": "train by maximum likelihood",
     "decode": "write candidates for the training sources",
     "score": "measure how similar each candidate is to the target",

@@ -19,7 +19,7 @@ from calibeam.paper.regularization import REGULARIZERS, WITHOUT_REFERENCE
 from calibeam.paper.similarity import span_similarity
 from calibeam.recipe import option
 from calibeam.records import CalibeamError
-from calibeam.training import SELECTIONS, Problem, TrainingConfig, train
+from calibeam.training import SELECTIONS, ExamplesConfig, Item, Problem, Shuffled, train
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -32,7 +32,7 @@ Switch = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TrainingConfig):
+class Config(ExamplesConfig):
     scored: str = option(help="the folder written by score", identity=False)
     learning_rate: float = option(1e-5, "the peak learning rate", above=0)
     loss: str | Callable[..., Any] = option("rank", "Eq. 1", choices=lambda: CALIBRATION_LOSSES)
@@ -100,10 +100,9 @@ def run(config: Config, *, force: bool = False) -> Path:
         if adapter and config.lora_save == "adapter":
             adapter.save(folder.with_name("adapter"), public_name(config.model))
 
+    items = [Item(row["id"], len(sources[index]), 1, index) for index, row in enumerate(rows)]
     problem = Problem(
-        ids=[row["id"] for row in rows],
-        lengths=[len(source) for source in sources],
-        weights=[1] * len(rows),
+        batches=Shuffled(items, config.batch_size, config.seed),
         batch=batch,
         loss=step.loss,
         validate=validate,
@@ -117,11 +116,12 @@ def run(config: Config, *, force: bool = False) -> Path:
     )
     with output.writing():
         without = sum(len(set(row["similarity"])) < 2 for row in rows)
-        output.counts |= {"sources_cut": sources_cut, "targets_cut": targets_cut, "examples_without_a_pair": without}
+        cut = {"sources_cut": sources_cut, "targets_cut": targets_cut}
+        output.counts |= {"examples": len(items), **cut, "examples_without_a_pair": without}
         display.say(
             f"calibrate: {len(rows):,} examples, {without:,} of them without a pair to compare; lambda {step.reg_weight:.3g}"
         )
-        train(model.model, config, config.select, problem, output)
+        train(model.model, config, config.plan(len(items), config.select), problem, output)
     return output.path
 
 

@@ -1,8 +1,8 @@
-"""Make a new model: a tokenizer trained on the training split, and random weights of a given size.
+"""Make a new model: random weights of a given size, and a tokenizer that was made for it or is trained on the training split.
 
-Reads:   the folder written by prepare
-Writes:  model/: a PEGASUS of the size asked for, with its tokenizer, ready for finetune
-Example: calibeam create output=out/new data=out/data vocab_size=8192 d_model=256 encoder_layers=4 decoder_layers=4
+Reads:   the folder written by tokenizer, or the one written by prepare
+Writes:  model/: a PEGASUS of the size asked for, with its tokenizer, ready for pretrain or finetune
+Example: calibeam create output=out/new tokenizer=out/tokenizer size=base
 """
 
 from __future__ import annotations
@@ -10,23 +10,44 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from calibeam import display, store
 from calibeam.recipe import StageConfig, option
+from calibeam.records import CalibeamError
+from calibeam.stages.tokenizer import EOS, PAD, TOKENIZER, UNK, ending
 
-PAD, EOS, UNK = "<pad>", "</s>", "<unk>"
+
+class Size(NamedTuple):
+    layers: int
+    """Of the encoder, and of the decoder."""
+    d_model: int
+    num_heads: int
+    ffn_dim: int
+    parameters: int | None = None
+    """Millions of them, by the paper's table."""
+
+
+SIZES = {
+    "tiny": Size(4, 256, 4, 1024),
+    "small": Size(8, 512, 8, 1024, 108),  # which the paper's table does not give: see docs/pretraining.md
+    "base": Size(12, 768, 12, 3072, 272),
+    "large": Size(16, 1024, 16, 4096, 568),
+    "2b": Size(24, 1024, 16, 16384, 2012),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(StageConfig):
-    data: str = option(help="the folder written by prepare", identity=False)
-    vocab_size: int = option(8192, "tokens of the vocabulary", at_least=260)
-    d_model: int = option(256, "hidden size", at_least=8)
-    encoder_layers: int = option(4, "layers of the encoder", at_least=1)
-    decoder_layers: int = option(4, "layers of the decoder", at_least=1)
-    num_heads: int = option(4, "attention heads", at_least=1)
-    ffn_dim: int = option(1024, "size of the feed-forward layers", at_least=8)
+    data: str = option("", "the folder written by prepare, to train a small tokenizer on", identity=False)
+    tokenizer: str = option("", "the folder written by tokenizer, instead", identity=False)
+    vocab_size: int = option(8192, "tokens of the vocabulary, if it is trained here", at_least=260)
+    size: str = option("tiny", "a size by name, the last four the paper's; what follows changes it", choices=lambda: SIZES)
+    d_model: int | None = option(None, "hidden size", at_least=8)
+    encoder_layers: int | None = option(None, "layers of the encoder", at_least=1)
+    decoder_layers: int | None = option(None, "layers of the decoder", at_least=1)
+    num_heads: int | None = option(None, "attention heads", at_least=1)
+    ffn_dim: int | None = option(None, "size of the feed-forward layers", at_least=8)
     dropout: float = option(0.1, "while training", at_least=0, at_most=1)
     max_position_embeddings: int = option(512, "the longest sequence", at_least=8)
     seed: int = option(0, "of the random weights", at_least=0)
@@ -34,50 +55,67 @@ class Config(StageConfig):
 
 def run(config: Config, *, force: bool = False) -> Path:
     import torch
-    from transformers import PegasusConfig, PegasusForConditionalGeneration
+    from transformers import AutoTokenizer, PegasusForConditionalGeneration
 
     from calibeam.seq2seq import Seq2Seq, save
 
-    data = store.read(config.data, "prepare")
-    output = store.Output("create", config, {"data": data}, force=force)
+    if bool(config.data) == bool(config.tokenizer):
+        raise CalibeamError("create needs either data, to train a tokenizer on, or a tokenizer")
+    inputs = (
+        {"tokenizer": store.read(config.tokenizer, "tokenizer")}
+        if config.tokenizer
+        else {"data": store.read(config.data, "prepare")}
+    )
+    output = store.Output("create", config, inputs, force=force)
     if output.done:
         return output.path
     with output.writing():
-        examples = data.examples("train")
-        tokenizer = train_tokenizer((text for e in examples for text in (e.source, *e.targets)), config.vocab_size)
+        if config.tokenizer:
+            tokenizer = AutoTokenizer.from_pretrained(inputs["tokenizer"].path / TOKENIZER)
+        else:
+            examples = inputs["data"].examples("train")
+            tokenizer = train_tokenizer((text for e in examples for text in (e.source, *e.targets)), config.vocab_size)
         tokenizer.model_max_length = config.max_position_embeddings
         torch.manual_seed(config.seed)
-        model = PegasusForConditionalGeneration(
-            PegasusConfig(
-                vocab_size=len(tokenizer),
-                d_model=config.d_model,
-                encoder_layers=config.encoder_layers,
-                decoder_layers=config.decoder_layers,
-                encoder_attention_heads=config.num_heads,
-                decoder_attention_heads=config.num_heads,
-                encoder_ffn_dim=config.ffn_dim,
-                decoder_ffn_dim=config.ffn_dim,
-                dropout=config.dropout,
-                attention_dropout=config.dropout,
-                activation_dropout=config.dropout,
-                max_position_embeddings=config.max_position_embeddings,
-                scale_embedding=True,
-                pad_token_id=tokenizer.pad_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-                decoder_start_token_id=tokenizer.pad_token_id,
-                forced_eos_token_id=None,
-            )
-        )
+        model = PegasusForConditionalGeneration(_architecture(config, tokenizer))
         save(Seq2Seq(model, tokenizer), output.folder / "model")
         output.counts |= {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)}
     display.say(f"create: {output.counts['parameters']:,} parameters, vocabulary {output.counts['vocabulary']:,}")
     return output.path
 
 
+def _architecture(config: Config, tokenizer: Any) -> Any:
+    from transformers import PegasusConfig
+
+    size = SIZES[config.size]
+    heads, ffn_dim = config.num_heads or size.num_heads, config.ffn_dim or size.ffn_dim
+    d_model = config.d_model or size.d_model
+    if d_model % heads:
+        raise CalibeamError(f"d_model must be a multiple of num_heads, got {d_model} and {heads}")
+    return PegasusConfig(
+        vocab_size=len(tokenizer),
+        d_model=d_model,
+        encoder_layers=config.encoder_layers or size.layers,
+        decoder_layers=config.decoder_layers or size.layers,
+        encoder_attention_heads=heads,
+        decoder_attention_heads=heads,
+        encoder_ffn_dim=ffn_dim,
+        decoder_ffn_dim=ffn_dim,
+        dropout=config.dropout,
+        attention_dropout=config.dropout,
+        activation_dropout=config.dropout,
+        max_position_embeddings=config.max_position_embeddings,
+        scale_embedding=True,
+        pad_token_id=tokenizer.pad_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        decoder_start_token_id=tokenizer.pad_token_id,
+        forced_eos_token_id=None,
+    )
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
     """Byte-level BPE, which can write any text, with an end token after every sequence."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-    from transformers import PreTrainedTokenizerFast
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -91,7 +129,4 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
             show_progress=False,
         ),
     )
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"$A {EOS}", pair=f"$A $B {EOS}", special_tokens=[(EOS, tokenizer.token_to_id(EOS))]
-    )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK)
+    return ending(tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK)

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from calibeam.bertscore import BertScore
     from calibeam.seq2seq import Seq2Seq
-    from calibeam.training import TrainingConfig
+    from calibeam.training import ExamplesConfig
 
 OUTPUTS = pa.schema([
     ("setting", pa.string()), ("id", pa.string()), ("output", pa.string()), ("log_p", pa.float32()),
@@ -167,7 +167,7 @@ def show(title: str, figures: dict[str, Any]) -> None:
 class Validation:
     """The validation split as a training loop uses it: perplexity, and R_m of beam search outputs."""
 
-    def __init__(self, model: Seq2Seq, examples: Sequence[Example], config: TrainingConfig) -> None:
+    def __init__(self, model: Seq2Seq, examples: Sequence[Example], config: ExamplesConfig) -> None:
         self._model, self._config = model, config
         self._examples = examples[: config.select_examples or None]
         self._sources, _ = model.encode_sources([example.source for example in self._examples], config.max_source_length)
@@ -196,15 +196,20 @@ class Validation:
 
 def mean_perplexity(model: Seq2Seq, examples: Sequence[Example], max_source_length: int, max_target_length: int) -> float:
     """Per token of every reference, end tokens included."""
+    pairs = [(example.source, target) for example in examples for target in example.targets]
+    sources, _ = model.encode_sources([source for source, _ in pairs], max_source_length)
+    targets, _ = model.encode_targets([target for _, target in pairs], max_target_length)
+    return perplexity_of(model, sources, targets)
+
+
+def perplexity_of(model: Seq2Seq, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> float:
+    """The same of token ids."""
     import torch
 
     from calibeam import seq2seq
     from calibeam.engine.logprob import sequence_log_p
     from calibeam.training import autocast
 
-    pairs = [(example.source, target) for example in examples for target in example.targets]
-    sources, _ = model.encode_sources([source for source, _ in pairs], max_source_length)
-    targets, _ = model.encode_targets([target for _, target in pairs], max_target_length)
     total, tokens = 0.0, 0
     for batch in seq2seq.batches_by_length(sources, 32):
         with torch.no_grad(), autocast(model.device):

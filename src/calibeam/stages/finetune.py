@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from calibeam import store
 from calibeam.recipe import option
-from calibeam.training import SELECTIONS, Problem, TrainingConfig, train
+from calibeam.training import SELECTIONS, ExamplesConfig, Item, Problem, Shuffled, train
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(TrainingConfig):
+class Config(ExamplesConfig):
     batch_size: int = option(512, "examples per step", at_least=1)
     num_train_epochs: float = option(3.0, "passes over the training data", above=0)
     select: str = option("perplexity", "what to choose the checkpoint by", choices=lambda: SELECTIONS)
@@ -58,10 +58,9 @@ def run(config: Config, *, force: bool = False) -> Path:
         logits = seq2seq.force(model.model, states, batch["mask"], batch["target"][:, None])[:, 0]
         return {"loss": cross_entropy(logits, None, batch["target"], batch["target_mask"]).sum()}
 
+    items = [Item(name, len(sources[index]), len(targets[index]), index) for index, (name, _, _) in enumerate(pairs)]
     problem = Problem(
-        ids=[name for name, _, _ in pairs],
-        lengths=[len(source) for source in sources],
-        weights=[len(target) for target in targets],
+        batches=Shuffled(items, config.batch_size, config.seed),
         batch=batch,
         loss=loss,
         validate=lambda: validation.measure(config.select),
@@ -70,6 +69,6 @@ def run(config: Config, *, force: bool = False) -> Path:
         shown={"loss": "loss"},
     )
     with output.writing():
-        output.counts |= {"sources_cut": sources_cut, "targets_cut": targets_cut}
-        train(model.model, config, config.select, problem, output)
+        output.counts |= {"examples": len(items), "sources_cut": sources_cut, "targets_cut": targets_cut}
+        train(model.model, config, config.plan(len(items), config.select), problem, output)
     return output.path

@@ -86,7 +86,7 @@ def run(config: Config, *, force: bool = False) -> Path:
     task = TASKS[config.task] if config.task else None
     places = _places(config, task)
     lists = task.lists(Path(config.path)) if task and config.path else {}
-    inputs = {split: _as_input(some) for split, some in places.items()}
+    inputs = {split: store.read_files(some) for split, some in places.items()}
     if lists:
         inputs["lists"] = store.Folder(Path(config.path), hashlib.sha256(repr(sorted(lists.items())).encode()).hexdigest(), {})
     output = store.Output("prepare", config, inputs, force=force)
@@ -127,12 +127,6 @@ def _places(config: Config, task: Task | None) -> dict[str, list[str]]:
     if config.path:
         return task.find(Path(config.path))
     return {split: [f"{task.hub}/{pattern}"] for split, pattern in task.files.items()}
-
-
-def _as_input(places: Sequence[str]) -> store.Folder:
-    digests = [rows.digest(place) for place in places]
-    together = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
-    return store.Folder(Path(places[0]), together, {})
 
 
 def _read(
@@ -217,7 +211,7 @@ def _example(row: Any, number: int, names: Names) -> tuple[Example | None, str]:
                 return None, f"field {column!r} is empty"
             if len(text) > LONGEST_FIELD:
                 return None, f"field {column!r} is over-long: {len(text):,} characters, at most {LONGEST_FIELD:,} are taken"
-            if _not_unicode(text):
+            if not rows.is_unicode(text):
                 return None, f"field {column!r} is not valid Unicode"
         texts[column] = values
     targets = tuple(text for column in names.targets for text in texts[column])
@@ -226,17 +220,9 @@ def _example(row: Any, number: int, names: Names) -> tuple[Example | None, str]:
     given = row.get(names.id)
     if given is not None and not isinstance(given, str | int):
         return None, f"field {names.id!r} is a {type(given).__name__}, not text or a whole number"
-    if _not_unicode(str(given)):
+    if not rows.is_unicode(str(given)):
         return None, f"field {names.id!r} is not valid Unicode"
     return Example(str(number if given is None else given), texts[names.source][0], targets), ""
-
-
-def _not_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def _with_test(read: Read, places: Mapping[str, Any], task: Task | None, output: store.Output) -> dict[str, list[Example]]:
