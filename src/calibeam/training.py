@@ -41,6 +41,9 @@ class TrainingConfig(StageConfig):
     max_source_length: int = option(512, "source tokens; longer sources are cut", at_least=1)
     max_target_length: int = option(128, "target tokens; longer targets are cut", at_least=1)
     seed: int = option(0, "of shuffling, dropout and sampling", at_least=0)
+    save_steps: int = option(
+        500, "steps between checkpoints to go on from; one follows every validation too", at_least=1, identity=False
+    )
     cuda_graphs: bool = option(True, "on a GPU, record the work of each shape once and replay it", identity=False)
     device: str = option("auto", "auto, cpu or cuda", identity=False)
 
@@ -72,8 +75,6 @@ class Plan(NamedTuple):
     select: str | None
     """What the checkpoint is chosen by; None for the last one."""
     patience: int = 0
-    save_steps: int = 0
-    """Steps between checkpoints to go on from; 0 for none."""
 
 
 class Item(NamedTuple):
@@ -143,8 +144,7 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
             problem.save(output.folder / "model")
 
     done = 0
-    found = checkpoint.load(output.folder, model, optimizer, schedule) if plan.save_steps else None
-    if found:
+    if found := checkpoint.load(output.folder, model, optimizer, schedule):
         done, best, best_step, worse = (found[0][name] for name in ("step", "best", "best_step", "worse"))
         problem.batches.restore(found[1])
         output.keep_log(lambda record: record["step"] <= done)
@@ -167,12 +167,13 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
             shown += _show({called: figures[name] for name, called in problem.shown.items()})
             bar.advance(figures=shown)
             done = step
-            if step % plan.every == 0 or step == plan.steps:
+            validated = step % plan.every == 0 or step == plan.steps
+            if validated:
                 validate(step, shown + "  ")
                 if plan.patience and worse >= plan.patience:
                     output.notes.append(f"stopped at step {step}: {worse} validations without improvement")
                     break
-            if plan.save_steps and step % plan.save_steps == 0 and step < plan.steps:
+            if validated or step % config.save_steps == 0:
                 facts = {"step": step, "best": best, "best_step": best_step, "worse": worse}
                 checkpoint.save(output.folder, facts, model, optimizer, schedule, problem.batches.position())
     model.eval()
@@ -268,7 +269,7 @@ def clear_gradients(parameters: Sequence[Tensor]) -> None:
 def _not_finite(what: str, value: float, step: int, batch: Sequence[Item]) -> CalibeamError:
     names = ", ".join(item.name for item in batch[:8]) + (", ..." if len(batch) > 8 else "")
     return CalibeamError(
-        f"the {what} is {value} at step {step}, on examples {names}. Nothing was saved. "
+        f"the {what} is {value} at step {step}, on examples {names}. Nothing of this step was saved. "
         "A lower learning rate may help; so may a look at these examples"
     )
 

@@ -114,7 +114,7 @@ def run(config: Config, *, force: bool = False) -> Path:
             "regularization": "regularization" if callable(config.regularizer) else config.regularizer,
         },
     )
-    with output.writing():
+    with output.writing(resume=True):
         without = sum(len(set(row["similarity"])) < 2 for row in rows)
         cut = {"sources_cut": sources_cut, "targets_cut": targets_cut}
         output.counts |= {"examples": len(items), **cut, "examples_without_a_pair": without}

@@ -68,7 +68,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         dropout=True,
         shown={"loss": "loss"},
     )
-    with output.writing():
+    with output.writing(resume=True):
         output.counts |= {"examples": len(items), "sources_cut": sources_cut, "targets_cut": targets_cut}
         train(model.model, config, config.plan(len(items), config.select), problem, output)
     return output.path

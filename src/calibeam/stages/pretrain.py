@@ -54,7 +54,6 @@ class Config(CorpusConfig, TrainingConfig):
     workers: int = option(
         min(8, (os.cpu_count() or 1) - 1), "processes that prepare data; 0 for none", at_least=0, identity=False
     )
-    save_steps: int = option(1000, "steps between checkpoints to go on from", at_least=1, identity=False)
     validation_files: tuple[str, ...] = option((), "files of documents to measure perplexity on", identity=False)
     validation_examples: int = option(500, "of these, the first so many examples; 0 for all", at_least=0)
     eval_steps: int = option(1000, "steps between validations", at_least=1)
@@ -111,7 +110,7 @@ def run(config: Config, *, force: bool = False) -> Path:
     stream = Stream(files, config, task, batch_size=config.batch_size, buffer_size=config.buffer_size, workers=config.workers)
     with output.writing(resume=True), stream:
         batches = _Batches(stream)
-        plan = Plan(config.max_steps, config.eval_steps, None, save_steps=config.save_steps)
+        plan = Plan(config.max_steps, config.eval_steps, None)
         problem = Problem(
             batches=batches,
             batch=batch,
