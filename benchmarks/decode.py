@@ -37,14 +37,14 @@ SIZES = {  # layers, size, heads, feed-forward: the paper's
 PEAK_FLOPS, PEAK_BYTES = 790e12, 4.8e12  # of an H200 in bfloat16: what matrix products reach there, and its memory
 
 
-def random_pegasus(size: str, vocabulary: int, device: str, dtype: torch.dtype) -> Any:
+def random_pegasus(size: str, vocabulary: int, device: str, dtype: torch.dtype, **more: Any) -> Any:
     layers, width, heads, inner = SIZES[size]
     torch.manual_seed(0)
-    config = PegasusConfig(
-        vocab_size=vocabulary, d_model=width, encoder_layers=layers, decoder_layers=layers, encoder_attention_heads=heads,
-        decoder_attention_heads=heads, encoder_ffn_dim=inner, decoder_ffn_dim=inner, max_position_embeddings=1024,
-        decoder_start_token_id=0, init_std=0.1, activation_function="relu",
-    )  # fmt: skip
+    config = PegasusConfig(**{
+        "vocab_size": vocabulary, "d_model": width, "encoder_layers": layers, "decoder_layers": layers,
+        "encoder_attention_heads": heads, "decoder_attention_heads": heads, "encoder_ffn_dim": inner, "decoder_ffn_dim": inner,
+        "max_position_embeddings": 1024, "decoder_start_token_id": 0, "init_std": 0.1, "activation_function": "relu", **more,
+    })  # fmt: skip
     with torch.device(device):
         model = PegasusForConditionalGeneration(config)
     model.generation_config.forced_eos_token_id = None
@@ -77,15 +77,16 @@ def timed(work: Callable[[], Any], repeat: int) -> tuple[float, float | None, An
 
 
 class Rows:
-    def __init__(self) -> None:
+    def __init__(self, unit: str = "candidates") -> None:
         self.rows: list[dict[str, Any]] = []
+        self._unit = unit
 
-    def add(self, case: str, engine: str, candidates: int, seconds: float, memory: float | None, **more: Any) -> None:
+    def add(self, case: str, engine: str, done: int, seconds: float, memory: float | None, **more: Any) -> None:
         peer = next((row for row in self.rows if row["case"] == case), None)
         row = {
             "case": case,
             "engine": engine,
-            "candidates_per_second": round(candidates / seconds, 1),
+            f"{self._unit}_per_second": round(done / seconds, 1),
             "seconds": round(seconds, 4),
             "memory_gib": None if memory is None else round(memory, 2),
             "times_first": round(peer["seconds"] / seconds, 2) if peer else 1.0,
@@ -95,9 +96,9 @@ class Rows:
         print(json.dumps(row), flush=True)
 
     def show(self) -> None:
-        table = Table("case", "engine", "candidates/s", "times the first", "GiB")
+        table = Table("case", "engine", f"{self._unit}/s", "times the first", "GiB")
         for row in self.rows:
-            cells = (row["case"], row["engine"], row["candidates_per_second"], row["times_first"], row["memory_gib"])
+            cells = (row["case"], row["engine"], row[f"{self._unit}_per_second"], row["times_first"], row["memory_gib"])
             table.add_row(*map(str, cells))
         Console(width=110).print(table)
 

@@ -18,8 +18,18 @@ from calibeam.records import CalibeamError
 ALIGNMENT = 64  # a product with an odd number of columns takes many times as long on a GPU
 Part = tuple[Callable[[Tensor], Any], nn.Module]
 """What a block adds to its input, attention or feed-forward, and the norm that belongs to it."""
-AddNorm = Callable[[Tensor, Any, nn.Module], tuple[Tensor, Tensor]]
-"""The sum of states and what a part adds to them, if anything, and that normalised."""
+AddNorm = Callable[..., tuple[Tensor, Tensor]]
+"""Of states, what a part adds to them, if anything, and a norm: the sum, and that normalised. narrow=True: for products only."""
+
+
+class Dropout(NamedTuple):
+    """The shares that are dropped in training."""
+
+    states: float = 0.0
+    """Of embeddings, and of what each part adds."""
+    attention: float = 0.0
+    activation: float = 0.0
+    output: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -44,11 +54,15 @@ class Block:
     feed_forward_norm: nn.Module
 
     @property
+    def layers(self) -> list[nn.Linear]:
+        attentions = (self.own, self.cross) if self.cross else (self.own,)
+        projections = [layer for each in attentions for layer in (each.query, each.key, each.value, each.out)]
+        return [*projections, *self.expand, self.contract]
+
+    @property
     def is_plain(self) -> bool:
         """Whether the weights of its layers say all that they do: adapters and quantised layers do something else."""
-        attentions = (self.own, self.cross) if self.cross else (self.own,)
-        layers = [layer for each in attentions for layer in (each.query, each.key, each.value, each.out)]
-        return all(type(layer) is nn.Linear for layer in (*layers, *self.expand, self.contract))
+        return all(type(layer) is nn.Linear for layer in self.layers)
 
 
 @dataclass(frozen=True)
@@ -65,6 +79,7 @@ class Stack:
     final_norm: nn.Module | None
     bias: Callable[[int], Tensor] | None
     """For relative positions: what scores gain, between so many. [heads, queries, keys]"""
+    dropout: Dropout
 
     def bias_of_distance(self, length: int) -> Tensor:
         """What a decoder's score gains by the distance to a key that lies before it. [heads, length]"""
@@ -79,7 +94,7 @@ class Stack:
             return states
         delta = None
         for part, norm in parts:
-            states, inner = add_norm(states, delta, norm)
+            states, inner = add_norm(states, delta, norm, narrow=True)
             delta = part(inner)
         assert self.final_norm is not None
         return add_norm(states, delta, self.final_norm)[1]
@@ -132,6 +147,12 @@ def encoder(model: Any) -> Stack | None:
     return None if family is None else family.stack(model.config, model.get_encoder())
 
 
+def blocks(model: Any) -> list[Block]:
+    """Of encoder and decoder; none of a family that is not known here."""
+    stacks = (encoder(model), anatomy(model))
+    return [block for stack in stacks if stack is not None for block in stack.blocks]
+
+
 def _bart(config: Any, half: Any) -> Stack:
     def attention(part: Any, norm: nn.Module) -> Attention:
         return Attention(part.q_proj, part.k_proj, part.v_proj, part.out_proj, norm)
@@ -164,6 +185,7 @@ def _bart(config: Any, half: Any) -> Stack:
         embed=embed,
         final_norm=getattr(half, "layer_norm", None),
         bias=None,
+        dropout=Dropout(config.dropout, config.attention_dropout, config.activation_dropout) if half.training else Dropout(),
     )
 
 
@@ -192,6 +214,7 @@ def _t5(config: Any, half: Any) -> Stack:
         embed=lambda tokens, positions: half.embed_tokens(tokens),
         final_norm=half.final_layer_norm,
         bias=lambda length: first.compute_bias(length, length)[0],
+        dropout=Dropout(*[config.dropout_rate] * 4) if half.training else Dropout(),
     )
 
 

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from calibeam.checkpoint import Position
     from calibeam.engine.graphs import Batch
+    from calibeam.engine.packing import Forced, Source
+    from calibeam.seq2seq import Seq2Seq
 
 OPTIMIZERS = {"adamw": "AdamW", "adafactor": "Adafactor"}
 SCHEDULES = ("constant_with_warmup", "linear", "cosine", "inverse_sqrt")
@@ -125,7 +127,7 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
 
     select = plan.select
     torch.manual_seed(config.seed)
-    optimizer, schedule = _optimizer(model, config, plan.steps)
+    optimizer, schedule = make_optimizer(model, config, plan.steps)
     best, best_step, worse = -math.inf, 0, 0
 
     def validate(step: int, shown: str = "") -> None:
@@ -152,7 +154,7 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
     else:
         output.keep_log(lambda record: False)
         validate(0)
-    update = _Step(model, config, problem, optimizer)
+    update = TrainingStep(model, config, problem, optimizer)
     with display.Bar(output.kind, plan.steps) as bar:
         bar.advance(done)
         for step in range(done + 1, plan.steps + 1):
@@ -199,7 +201,35 @@ def autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, torch.bfloat16) if fast_dtype(device) is torch.bfloat16 else nullcontext()
 
 
-class _Step:
+def batch_of_pairs(
+    model: Seq2Seq, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], config: TrainingConfig
+) -> dict[str, Any]:
+    """Sources and a target of each, on the host."""
+    from calibeam.engine.packing import plan
+
+    input_ids, mask = model.roomy_batch(sources, config.max_source_length, per_octave=2)
+    target, target_mask = (each[:, None] for each in model.roomy_batch(targets, config.max_target_length))
+    return {
+        "input_ids": input_ids, "mask": mask, "whole": bool(mask.all()), "target": target, "target_mask": target_mask,
+        "target_plan": plan(target, target_mask, model.model.config.hidden_size, model.device),
+    }  # fmt: skip
+
+
+def encoded(model: Any, batch: Batch) -> Source:
+    """The sources of such a batch."""
+    from calibeam.engine.packing import Source
+
+    return Source(model, batch["input_ids"], batch["mask"], whole=batch["whole"], often=True)
+
+
+def forced(source: Source, batch: Batch) -> Forced:
+    """What the decoder makes of their targets."""
+    from calibeam.engine.packing import Forced, plant
+
+    return Forced(source, plant(source.model, batch["target"], batch["target_mask"], batch["target_plan"]))
+
+
+class TrainingStep:
     """One update from the mean loss over a batch, computed some examples of similar length at a time."""
 
     def __init__(self, model: Any, config: TrainingConfig, problem: Problem, optimizer: Any) -> None:
@@ -209,7 +239,8 @@ class _Step:
         self._model, self._config, self._problem, self._optimizer = model, config, problem, optimizer
         self._names: list[str] = []
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        known = families.encoder(model) is not None  # of others nobody knows whether they wait for the GPU
+        self._blocks = families.blocks(model)
+        known = bool(self._blocks)  # of others nobody knows whether they wait for the GPU
         self._add_gradients = Recorded(self._backward, model.device, enabled=config.cuda_graphs and known)
 
     def __call__(self, batch: Sequence[Item], step: int) -> dict[str, float]:
@@ -237,7 +268,9 @@ class _Step:
     def _backward(self, batch: Batch) -> Tensor:
         import torch
 
-        with autocast(self._model.device):
+        from calibeam.engine.ops import cast_at_once
+
+        with autocast(self._model.device), cast_at_once(self._blocks):
             figures = self._problem.loss(batch)
         add_gradients(figures["loss"] / batch["weight"], self._parameters)
         self._names = list(figures)
@@ -302,7 +335,7 @@ class Shuffled:
         self._given = position.facts["given"]
 
 
-def _optimizer(model: Any, config: TrainingConfig, steps: int) -> tuple[Any, Any]:
+def make_optimizer(model: Any, config: TrainingConfig, steps: int) -> tuple[Any, Any]:
     import torch
     from transformers import get_scheduler
 

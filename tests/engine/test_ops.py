@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from calibeam import families
 from calibeam.engine import ops
 from calibeam.paper.decoding import draw_from_nucleus
+from conftest import tiny_model
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICES = [
@@ -134,12 +137,63 @@ def test_the_gradients_of_add_norm(device: str, norm: Any, biased: bool, used: s
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("rows", [1, 70, 700])
-def test_the_gradients_of_a_linear_layer(device: str, rows: int) -> None:
-    layer, states = nn.Linear(8, 150).to(device), noise(2, rows, 8, device=device).requires_grad_()
-    factor, wanted = noise(2, rows, 150, seed=1, device=device), [states, *layer.parameters()]
-    found = gradients((ops.linear(states, layer) * factor).sum(), *wanted)
-    for mine, theirs in zip(found, gradients((layer(states) * factor).sum(), *wanted), strict=True):
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_gradients_of_layers_with_one_input(device: str, rows: int, biased: bool) -> None:
+    layers = [nn.Linear(8, columns, bias=biased).to(device) for columns in (150, 16, 150)]
+    states = noise(2, rows, 8, device=device).requires_grad_()
+    factors = [noise(2, rows, layer.out_features, seed=1, device=device) for layer in layers]
+    wanted = [states, *(weight for layer in layers for weight in layer.parameters())]
+
+    def value(outputs: Sequence[Tensor]) -> Tensor:
+        return torch.stack([(output * factor).sum() for output, factor in zip(outputs, factors, strict=True)]).sum()
+
+    found = gradients(value(ops.linears(states, *layers)), *wanted)
+    for mine, theirs in zip(found, gradients(value([layer(states) for layer in layers]), *wanted), strict=True):
         assert torch.allclose(mine, theirs, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("norm", [nn.LayerNorm(24), ScaleNorm(24)], ids=["layer", "scale"])
+def test_gradients_with_states_that_are_made_again(device: str, norm: Any) -> None:
+    norm, layers = norm.to(device), [nn.Linear(24, 40).to(device) for _ in range(2)]
+    states, delta = (noise(3, 50, 24, seed=seed, device=device).requires_grad_() for seed in (0, 1))
+    wanted = [states, delta, *norm.parameters(), *(weight for layer in layers for weight in layer.parameters())]
+
+    def value(normed: Tensor) -> Tensor:
+        (first,) = ops.linears(normed, layers[0])
+        return (first * ops.activated(normed, layers[1], nn.ReLU())).square().sum()
+
+    found = gradients(value(ops.add_norm(states, delta, norm)[1]), *wanted)
+    for mine, theirs in zip(found, gradients(value(norm(states + delta)), *wanted), strict=True):
+        assert torch.allclose(mine, theirs, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("device", DEVICES, indirect=True)
+@pytest.mark.parametrize("activation", [nn.ReLU(), nn.GELU()], ids=["relu", "gelu"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_gradients_of_an_activated_layer(device: str, activation: nn.Module, biased: bool) -> None:
+    layer, states = nn.Linear(8, 150, bias=biased).to(device), noise(2, 70, 8, device=device).requires_grad_()
+    factor, wanted = noise(2, 70, 150, seed=1, device=device), [states, *layer.parameters()]
+    found, expected = ops.activated(states, layer, activation), activation(layer(states))
+    assert torch.allclose(found, expected, atol=1e-5)
+    for mine, theirs in zip(
+        gradients((found * factor).sum(), *wanted), gradients((expected * factor).sum(), *wanted), strict=True
+    ):
+        assert torch.allclose(mine, theirs, atol=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_weights_that_are_cast_at_once_are_those_of_autocast() -> None:
+    model = tiny_model("pegasus").cuda()
+    layer, states = model.model.encoder.layers[0].fc1, noise(5, model.config.d_model, device="cuda")
+    found = {}
+    for blocks in ([], families.blocks(model)):
+        with torch.autocast("cuda", torch.bfloat16), ops.cast_at_once(blocks):
+            output = ops.linears(states, layer)[0]
+        found[bool(blocks)] = (output, *gradients(output.float().square().sum(), *layer.parameters()))
+    for mine, theirs in zip(found[True], found[False], strict=True):
+        assert mine.dtype == theirs.dtype
+        assert torch.allclose(mine, theirs, rtol=1e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)

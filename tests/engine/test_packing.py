@@ -54,7 +54,7 @@ def test_a_tree_holds_every_prefix_once(shared: bool) -> None:
     for source in range(SOURCES):
         rows = [[START, *row[keep].tolist()] for row, keep in zip(ids[source], mask[source], strict=True)]
         prefixes = {tuple(row[: end + 1]) for row in rows for end in range(len(row) - 1)}
-        assert (tree.existing // tree.tokens.shape[1] == source).sum() == len(prefixes)
+        assert (tree.asked // tree.tokens.shape[1] == source).sum() == len(prefixes)
         for number, row in enumerate(rows):
             for step in range(len(row) - 1):
                 node = int(tree.place[source, number, step])

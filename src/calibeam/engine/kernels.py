@@ -112,18 +112,43 @@ def _add_norm(
     tl.store(out_norm + row * size + at, x.to(out_norm.dtype.element_ty), mask=real)
 
 
-def add_norm(states: Tensor, delta: Tensor, delta_bias: Tensor | None, norm: nn.Module) -> tuple[Tensor, Tensor, Tensor]:
-    """The sum, that normalised, and of every row what it was shifted and scaled by [rows, 2]."""
+def add_norm(
+    states: Tensor, delta: Tensor, delta_bias: Tensor | None, norm: nn.Module, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The sum, that normalised, as `dtype`, and of every row what it was shifted and scaled by [rows, 2]."""
     rows, size = states.shape
     centred, bias = isinstance(norm, nn.LayerNorm), getattr(norm, "bias", None)
     epsilon = norm.eps if centred else norm.variance_epsilon
-    total, normed, moments = torch.empty_like(states), torch.empty_like(states), states.new_empty(rows, 2, dtype=torch.float32)
+    total, normed = torch.empty_like(states), torch.empty_like(states, dtype=dtype)
+    moments = states.new_empty(rows, 2, dtype=torch.float32)
     _add_norm[(rows,)](
         states, delta, delta_bias, norm.weight, bias, total, normed, moments, size, epsilon, delta.stride(0),
         BLOCK=triton.next_power_of_2(size), CENTRED=centred, BIASED=bias is not None, DELTA_BIASED=delta_bias is not None,
         num_warps=4,
     )  # fmt: skip
     return total, normed, moments
+
+
+@triton.jit
+def _norm(total, moments, weight, bias, out, size, BLOCK: tl.constexpr, BIASED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    real = at < size
+    x = tl.load(total + row * size + at, mask=real, other=0.0).to(tl.float32)
+    x = (x - tl.load(moments + 2 * row)) * tl.load(moments + 2 * row + 1)
+    x = x * tl.load(weight + at, mask=real, other=0.0).to(tl.float32)
+    if BIASED:
+        x += tl.load(bias + at, mask=real, other=0.0).to(tl.float32)
+    tl.store(out + row * size + at, x.to(out.dtype.element_ty), mask=real)
+
+
+def norm_again(total: Tensor, moments: Tensor, norm: nn.Module, dtype: torch.dtype) -> Tensor:
+    """What `add_norm` gave [rows, size], from what it kept."""
+    (rows, size), bias, out = total.shape, getattr(norm, "bias", None), torch.empty_like(total, dtype=dtype)
+    _norm[(rows,)](
+        total, moments, norm.weight, bias, out, size, BLOCK=triton.next_power_of_2(size), BIASED=bias is not None, num_warps=4
+    )
+    return out
 
 
 @triton.jit
@@ -162,40 +187,77 @@ def _add_norm_gradient(
 
 
 def add_norm_gradient(
-    total: Tensor, moments: Tensor, norm: nn.Module, of_total: Tensor | None, of_norm: Tensor
+    total: Tensor, moments: Tensor, norm: nn.Module, of_total: Tensor | None, of_norm: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Of what was added [rows, size]; and [3, size]: the sum of that, and the gradients of the norm's weight and bias."""
+    """Of what was added [rows, size]; and [3 * size]: the sum of that, and the gradients of the norm's weight and bias."""
     rows, size = total.shape
-    programs = min(rows, 1024)
+    programs = min(rows, 768)
     out, sums = torch.empty_like(total), total.new_empty(programs, 3, size, dtype=torch.float32)
     _add_norm_gradient[(programs,)](
         total, moments, norm.weight, of_total, of_norm, out, sums, rows, size,
         BLOCK=triton.next_power_of_2(size), CENTRED=isinstance(norm, nn.LayerNorm), WITH_TOTAL=of_total is not None, num_warps=4,
     )  # fmt: skip
-    return out, sums.sum(0)
+    return out, _sum_of_parts(sums.view(programs, -1), dtype)
 
 
 @triton.jit
-def _column_sums(values, out, rows, columns, each, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Of some columns over `each` rows."""
+def _column_sums(
+    values, activated, passed, sums, rows, columns, width, each, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr
+):  # fmt: skip
+    """Of some columns over `each` rows. GATED: of the values whose places are activated, which are passed on."""
     column, part = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
     last = tl.minimum(part * each + each, rows)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(part * each, last, ROWS):
         row = start + tl.arange(0, ROWS)
         at = row.to(tl.int64)[:, None] * columns + column[None, :]
-        total += tl.load(values + at, mask=(row < last)[:, None] & (column < columns)[None, :], other=0.0).to(tl.float32)
-    tl.store(out + part * columns + column, tl.sum(total, 0), mask=column < columns)
+        real = (row < last)[:, None] & (column < columns)[None, :]
+        value = tl.load(values + at, mask=real, other=0.0)
+        if GATED:
+            value = tl.where(tl.load(activated + at, mask=real, other=0.0) > 0, value, 0.0)
+            tl.store(passed + at, value.to(passed.dtype.element_ty), mask=real)
+        total += value.to(tl.float32)
+    tl.store(sums + part * width + column, tl.sum(total, 0).to(sums.dtype.element_ty), mask=column < columns)
 
 
-def column_sums(values: Tensor) -> Tensor:
-    """[rows, columns] -> float32 [columns]"""
-    rows, columns = values.shape
-    parts = max(1, min(32, rows // 64))
-    out = values.new_empty(parts, columns, dtype=torch.float32)
-    each = triton.cdiv(rows, parts)
-    _column_sums[(triton.cdiv(columns, 64), parts)](values, out, rows, columns, each, ROWS=64, COLUMNS=64, num_warps=4)
-    return out.sum(0)
+def column_sums(*every: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Of each [rows, columns], added up in float32: `dtype` [columns]."""
+    rows, widths = len(every[0]), [values.shape[1] for values in every]
+    sums = every[0].new_empty(_parts(rows), sum(widths), dtype=torch.float32)
+    for values, own in zip(every, sums.split(widths, 1), strict=True):
+        _sum_columns(values, None, None, own)
+    return _sum_of_parts(sums, dtype).split(widths)
+
+
+def rectified_gradient(gradient: Tensor, activated: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradient [rows, columns] where something was activated and 0 elsewhere, and the sums of its columns."""
+    passed = torch.empty_like(gradient)
+    sums = gradient.new_empty(_parts(len(gradient)), gradient.shape[1], dtype=torch.float32)
+    _sum_columns(gradient, activated, passed, sums)
+    return passed, _sum_of_parts(sums, dtype)
+
+
+def _parts(rows: int) -> int:
+    """Into which a sum over so many rows is divided."""
+    return max(1, min(32, rows // 64))
+
+
+def _sum_columns(values: Tensor, activated: Tensor | None, passed: Tensor | None, sums: Tensor) -> None:
+    (rows, columns), parts = values.shape, len(sums)
+    _column_sums[(triton.cdiv(columns, 64), parts)](
+        values, activated, passed, sums, rows, columns, sums.stride(0), triton.cdiv(rows, parts),
+        ROWS=64, COLUMNS=64, GATED=activated is not None, num_warps=4,
+    )  # fmt: skip
+
+
+def _sum_of_parts(sums: Tensor, dtype: torch.dtype) -> Tensor:
+    """[parts, columns] -> [columns]"""
+    parts, columns = sums.shape
+    out = sums.new_empty(columns, dtype=dtype)
+    _column_sums[(triton.cdiv(columns, 16), 1)](
+        sums, None, None, out, parts, columns, columns, parts, ROWS=128, COLUMNS=16, GATED=False, num_warps=4
+    )
+    return out
 
 
 @triton.jit

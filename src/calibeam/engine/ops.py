@@ -1,18 +1,22 @@
-"""The few operations that a search spends its time in: by Triton kernels on a GPU that has them, by PyTorch elsewhere."""
+"""The few operations that a search or a step of training spends its time in.
+
+By Triton kernels on a GPU that has them, by PyTorch elsewhere.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from calibeam.families import aligned
+from calibeam.families import Block, aligned
 from calibeam.paper.decoding import draw_above, least_of_nucleus
 from calibeam.paper.likelihood import wide
 
@@ -129,76 +133,227 @@ def attend(
     return attended.transpose(1, 2).reshape(slots * rows, -1)
 
 
-def add_norm(states: Tensor, delta: Tensor | None, norm: nn.Module, delta_bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """states + delta + delta_bias, and that normalised. [..., size] each"""
+def add_norm(
+    states: Tensor, delta: Tensor | None, norm: nn.Module, delta_bias: Tensor | None = None, *, narrow: bool = False
+) -> tuple[Tensor, Tensor]:
+    """states + delta + delta_bias, and that normalised. [..., size] each
+
+    narrow: the latter goes into products only, and may have their type. It is not kept for their gradients: it is made again
+    from the sum, which is kept for the norm's.
+    """
+    dtype = dtype_of_products(states) if narrow else states.dtype
     if by_kernel(states) and delta is not None:
-        return _AddNorm.apply(states, delta, delta_bias, norm, norm.weight, getattr(norm, "bias", None))  # type: ignore[no-untyped-call]
+        weights = norm.weight, getattr(norm, "bias", None)
+        total, normed, moments = _AddNorm.apply(states, delta, delta_bias, norm, dtype, *weights)  # type: ignore[no-untyped-call]
+        if torch.is_grad_enabled():
+            normed.again = _Again(total.detach().flatten(0, -2), moments, norm, dtype)
+        return total, normed
     for each in (delta, delta_bias):
         states = states if each is None else states + each
     return states, norm(states)
 
 
+def dtype_of_products(states: Tensor) -> torch.dtype:
+    device = states.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
+
+
 class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, delta: Tensor, delta_bias: Tensor | None, norm: nn.Module, *norm_weights: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
+        ctx: Any, states: Tensor, delta: Tensor, delta_bias: Tensor | None, norm: nn.Module, dtype: torch.dtype,
+        *norm_weights: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         from calibeam.engine import kernels
 
         ctx.set_materialize_grads(False)
         ctx.norm, ctx.dtypes = norm, [None if each is None else each.dtype for each in (delta, delta_bias, *norm_weights)]
         ctx.shape, size = states.shape, states.shape[-1]
-        total, normed, moments = kernels.add_norm(states.reshape(-1, size), delta.reshape(-1, size), delta_bias, norm)
+        total, normed, moments = kernels.add_norm(states.reshape(-1, size), delta.reshape(-1, size), delta_bias, norm, dtype)
         ctx.save_for_backward(total, moments)
-        return total.view_as(states), normed.view_as(states)
+        ctx.mark_non_differentiable(moments)
+        return total.view_as(states), normed.view_as(states), moments
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         from calibeam.engine import kernels
 
-        (total, moments), (of_total, of_norm) = ctx.saved_tensors, gradients
+        (total, moments), (of_total, of_norm, _) = ctx.saved_tensors, gradients
         flat = of_total if of_total is None else of_total.reshape(total.shape)
         sums: Sequence[Tensor | None] = (None, None, None)
         if of_norm is None:
             of_states = flat
             sums = (None if flat is None else flat.sum(0), None, None)
         else:
-            of_states, every = kernels.add_norm_gradient(total, moments, ctx.norm, flat, of_norm.reshape(total.shape))
-            sums = every.to(ctx.norm.weight.dtype).unbind()
+            of_states, every = kernels.add_norm_gradient(
+                total, moments, ctx.norm, flat, of_norm.reshape(total.shape), ctx.dtypes[2]
+            )
+            sums = every.view(3, -1).unbind()
         of_states = None if of_states is None else of_states.view(ctx.shape)
         found = zip((of_states, *sums), ctx.dtypes, strict=True)
         of_delta, of_bias, *of_norm_weights = (None if g is None or dtype is None else g.to(dtype) for g, dtype in found)
-        return of_states, of_delta, of_bias, None, *of_norm_weights
+        return of_states, of_delta, of_bias, None, None, *of_norm_weights
 
 
-def linear(states: Tensor, layer: nn.Linear) -> Tensor:
-    """The layer's output. Its bias's gradient is a sum over many rows of few columns each, which PyTorch is slow at."""
-    if type(layer) is not nn.Linear or layer.bias is None or not (by_kernel(states) and torch.is_grad_enabled()):
-        return layer(states)
-    return _BiasGradient.apply(F.linear(states, layer.weight, layer.bias.detach()), layer.bias)  # type: ignore[no-untyped-call]
+class _Again(NamedTuple):
+    """How to make again what a norm gave."""
+
+    total: Tensor
+    moments: Tensor
+    norm: nn.Module
+    dtype: torch.dtype
+
+
+def _keep(ctx: Any, states: Tensor, *others: Tensor) -> Tensor:
+    """Whatever the gradients of a product with states need: how these are made again, or themselves, in the type of others."""
+    cast = states.to(others[0].dtype)
+    ctx.again = getattr(states, "again", None) if cast is states else None
+    ctx.save_for_backward(*others, *(() if ctx.again else (cast,)))
+    return cast
+
+
+def _kept(ctx: Any, others: int) -> tuple[Tensor, Sequence[Tensor]]:
+    """States [rows, size], and the others."""
+    from calibeam.engine import kernels
+
+    saved, again, ctx.again = ctx.saved_tensors, ctx.again, None  # lest it be held until all gradients are there
+    return kernels.norm_again(*again) if again else saved[others].flatten(0, -2), saved[:others]
+
+
+@contextmanager
+def cast_at_once(blocks: Iterable[Block]) -> Iterator[None]:
+    """Under autocast on a GPU: while this is open, products use weights of their own type that were cast together.
+
+    A model has hundreds, and to start that many small operations takes longer than they do.
+    """
+    layers = [layer for block in blocks for layer in block.layers if type(layer) is nn.Linear and layer.weight.requires_grad]
+    names = [(layer, name) for layer in layers for name in ("weight", "bias") if getattr(layer, name) is not None]
+    own = [getattr(layer, name) for layer, name in names]
+    if not own or not own[0].is_cuda or dtype_of_products(own[0]) == own[0].dtype:
+        yield
+        return
+    cast = _Cast.apply(dtype_of_products(own[0]), *own)  # type: ignore[no-untyped-call]
+    _cast.update({id(weight): other for weight, other in zip(own, cast, strict=True)})
+    try:
+        yield
+    finally:
+        _cast.clear()
+
+
+_cast: dict[int, Tensor] = {}
+
+
+class _Cast(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, *weights: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = weights[0].dtype
+        return _cast_all(weights, dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        cast = iter(_cast_all(tuple(gradient for gradient in gradients if gradient is not None), ctx.dtype))
+        return None, *(None if gradient is None else next(cast) for gradient in gradients)
+
+
+def _cast_all(tensors: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    found = tuple(torch.empty_like(tensor, dtype=dtype) for tensor in tensors)
+    if found:
+        torch._foreach_copy_(found, tensors)
+    return found
+
+
+def _weights(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
+    bias = layer.bias
+    return _cast.get(id(layer.weight), layer.weight), None if bias is None else _cast.get(id(bias), bias)
+
+
+def _is_ours(states: Tensor, *layers: nn.Linear) -> bool:
+    """Whether the gradients of these layers are computed here: of plain ones that are trained, on a GPU, in the right type."""
+    if not (torch.is_grad_enabled() and by_kernel(states)):
+        return False
+    plain = [type(layer) is nn.Linear and layer.weight.requires_grad for layer in layers]
+    return all(plain) and _weights(layers[0])[0].dtype == dtype_of_products(states)
+
+
+def linears(states: Tensor, *layers: nn.Linear) -> Sequence[Tensor]:
+    """The outputs of layers with one input.
+
+    The gradients by it are added up as they are computed. A bias's gradient is a sum over many rows of few columns
+    each, which PyTorch is slow at.
+    """
+    if not _is_ours(states, *layers):
+        return [layer(states) for layer in layers]
+    weights, biases = zip(*(_weights(layer) for layer in layers), strict=True)
+    return _Linears.apply(states, *weights, *biases)  # type: ignore[no-untyped-call]
+
+
+class _Linears(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, *weights_and_biases: Tensor) -> tuple[Tensor, ...]:
+        half = len(weights_and_biases) // 2
+        weights, biases = weights_and_biases[:half], weights_and_biases[half:]
+        ctx.dtype, ctx.bias_dtype = states.dtype, None if biases[0] is None else biases[0].dtype  # all have one, or none
+        ctx.shape, states = states.shape, _keep(ctx, states, *weights)
+        with torch.autocast(states.device.type, enabled=False):
+            return tuple(F.linear(states, weight, bias) for weight, bias in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from calibeam.engine import kernels
+
+        rows, weights = _kept(ctx, len(gradients))
+        flat = [gradient.flatten(0, -2) for gradient in gradients]
+        of_states = flat[0] @ weights[0]
+        for gradient, weight in zip(flat[1:], weights[1:], strict=True):
+            of_states.addmm_(gradient, weight)
+        of_weights = [gradient.T @ rows for gradient in flat]
+        of_biases: Sequence[Tensor | None] = [None] * len(flat)
+        if ctx.bias_dtype is not None:
+            of_biases = kernels.column_sums(*flat, dtype=ctx.bias_dtype)
+        return of_states.view(ctx.shape).to(ctx.dtype), *of_weights, *of_biases
+
+
+def activated(states: Tensor, layer: nn.Linear, activation: Callable[[Tensor], Tensor]) -> Tensor:
+    """The layer's output, activated."""
+    if isinstance(activation, nn.ReLU) and type(layer) is nn.Linear and by_kernel(states):
+        return _Rectified.apply(states, *_weights(layer))  # type: ignore[no-untyped-call]
+    return activation(linears(states, layer)[0])
+
+
+class _Rectified(torch.autograd.Function):
+    """Of a linear layer, in the same pass as the product."""
+
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        dtype = dtype_of_products(states)
+        ctx.dtype, ctx.weight_dtype, ctx.bias_dtype = states.dtype, weight.dtype, None if bias is None else bias.dtype
+        weight = weight.to(dtype)
+        with torch.autocast(states.device.type, enabled=False):
+            rows = states.to(dtype).flatten(0, -2)
+            found = (rows @ weight.T).relu_() if bias is None else torch._addmm_activation(bias.to(dtype), rows, weight.T)
+        _keep(ctx, states, weight, found)
+        return found.view(*states.shape[:-1], -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from calibeam.engine import kernels
+
+        rows, (weight, found) = _kept(ctx, 2)
+        gradient, sums = kernels.rectified_gradient(gradients[0].reshape(found.shape), found, ctx.bias_dtype or weight.dtype)
+        of_states = (gradient @ weight).view(*gradients[0].shape[:-1], -1).to(ctx.dtype)
+        if not ctx.needs_input_grad[1]:
+            return of_states, None, None
+        of_weight = (gradient.T @ rows).to(ctx.weight_dtype)
+        return of_states, of_weight, None if ctx.bias_dtype is None else sums
 
 
 def product(states: Tensor, layer: nn.Linear) -> tuple[Tensor, Tensor | None]:
     """The layer's output less a bias, and the bias: `add_norm` adds it, and sums up its gradient, at no cost."""
     if type(layer) is not nn.Linear or not by_kernel(states):
         return layer(states), None
-    return F.linear(states, layer.weight), layer.bias
-
-
-class _BiasGradient(torch.autograd.Function):
-    """Gives back what it is given, in which the bias is already."""
-
-    @staticmethod
-    def forward(ctx: Any, product: Tensor, bias: Tensor) -> Tensor:
-        ctx.dtype = bias.dtype
-        return product.view_as(product)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        from calibeam.engine import kernels
-
-        (gradient,) = gradients
-        return gradient, kernels.column_sums(gradient.reshape(-1, gradient.shape[-1])).to(ctx.dtype)
+    weight, _ = _weights(layer)
+    return F.linear(states, weight), layer.bias
 
 
 def best_tokens(logits: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -27,6 +27,7 @@ from calibeam.engine.graphs import room
 from calibeam.paper import likelihood, regularization
 
 CHUNK = 2048  # tokens whose logits are held at once
+LARGE = 1024  # states of a model that spends long enough on each batch for kernels that take long to get ready
 Delta = tuple[Tensor, Tensor | None]
 """What a part of a block adds to its input: a product, and the bias that is still to be added to it."""
 
@@ -37,21 +38,24 @@ class Plan:
 
     nodes: int | None
     """Of the source that has most. None: the sequences stand one after another, each a row of its own."""
-    existing: int
-    """Of all sources."""
+    asked: int
+    """Of all sources, those that predict tokens whose log P is asked for."""
+    first: int
+    """The sequences before this one are not asked for theirs."""
 
 
-def plan(token_ids: Tensor, mask: Tensor, size: int, device: torch.device) -> Plan:
+def plan(token_ids: Tensor, mask: Tensor, size: int, device: torch.device, *, first: int = 0) -> Plan:
     """For sequences [batch, sequences, length], kept on the host: a tree, or one after another where that is less work.
 
     size: of the model's states, beside which attention over many nodes costs little or much.
     """
     batch, sequences, length = token_ids.shape
     count = _distinct_prefixes(token_ids.numpy(), mask.numpy())
-    nodes = -room(int(count.max()), device, per_octave=4) // 8 * -8  # attention's kernels want multiples of 8
+    nodes = -room(int(count.max()), device, per_octave=8) // 8 * -8  # attention's kernels want multiples of 8
     if nodes * (6 * size + nodes) < sequences * length * (6 * size + length):
-        return Plan(nodes, min(room(int(count.sum()), device, per_octave=4), batch * nodes))
-    return Plan(None, min(room(int(mask.sum()), device, per_octave=4), mask.numel()))
+        asked = _distinct_prefixes(token_ids.numpy()[:, first:], mask.numpy()[:, first:]) if first else count
+        return Plan(nodes, min(room(int(asked.sum()), device, per_octave=8), batch * nodes), first)
+    return Plan(None, min(room(int(mask[:, first:].sum()), device, per_octave=8), mask.numel()), first)
 
 
 def _distinct_prefixes(token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -76,8 +80,10 @@ class Tree:
     """[batch, nodes]: what the decoder reads at each node."""
     depth: Tensor
     """[batch, nodes]: its position."""
-    existing: Tensor
-    """The nodes that exist, and perhaps some more, as places in [batch * nodes]."""
+    asked: Tensor
+    """The nodes that predict tokens whose log P is asked for, and perhaps some more, as places in [batch * nodes]."""
+    first: int
+    """The sequences before this one are not asked for theirs."""
     reach: Tensor | None
     """bool [batch, nodes, nodes]: whom a node sees. None: rows of as many nodes as a sequence is long, each causal."""
     place: Tensor
@@ -96,7 +102,11 @@ def plant(model: Any, token_ids: Tensor, mask: Tensor, planned: Plan | None = No
             every_place.view(1, sequences, length).expand(batch, -1, -1),
             every_depth.repeat(sequences).expand(batch, -1),
         )
-        return Tree(token_ids, mask, shifted.flatten(1), depth, _first(mask.flatten(), planned.existing), None, place)
+        asked = mask.clone()
+        asked[:, : planned.first] = False
+        return Tree(
+            token_ids, mask, shifted.flatten(1), depth, _first(asked.flatten(), planned.asked), planned.first, None, place
+        )
     # A prefix of several sequences belongs to the first of them: owner [batch, sequences, length].
     same = (shifted[:, :, None] == shifted[:, None]) & mask[:, :, None] & mask[:, None]
     owner = (same.cumsum(-1) == every_depth + 1).int().argmax(2)
@@ -119,7 +129,11 @@ def plant(model: Any, token_ids: Tensor, mask: Tensor, planned: Plan | None = No
     ancestor = path.gather(2, depth[:, None].expand(-1, nodes, -1)) == every_node
     reach = ancestor & (depth[:, None] <= depth[:, :, None]) & exists[:, None]
     reach |= every_node[:, None] == every_node  # also where nothing exists: attention wants a key
-    return Tree(token_ids, mask, of_nodes(shifted), depth, _first(exists.flatten(), planned.existing), reach, place)
+    asked = exists
+    if planned.first:
+        predicting = place.masked_fill(~mask, nodes)[:, planned.first :].flatten(1)
+        asked = torch.zeros(batch, nodes + 1, dtype=torch.bool, device=mask.device).scatter_(1, predicting, True)[:, :nodes]
+    return Tree(token_ids, mask, of_nodes(shifted), depth, _first(asked.flatten(), planned.asked), planned.first, reach, place)
 
 
 def _first(chosen: Tensor, count: int) -> Tensor:
@@ -130,18 +144,26 @@ def _first(chosen: Tensor, count: int) -> Tensor:
 class Source:
     """Sources as a decoder sees them: encoded once, their keys and values projected once, for all their sequences."""
 
-    def __init__(self, model: Any, input_ids: Tensor, attention_mask: Tensor, *, whole: bool | None = None) -> None:
-        """whole: whether the mask keeps everything, which makes attention faster. Only if not given is a GPU waited for."""
+    def __init__(
+        self, model: Any, input_ids: Tensor, attention_mask: Tensor, *, whole: bool | None = None, often: bool = False
+    ) -> None:
+        """whole: whether the mask keeps everything, which makes attention faster. Only if not given is a GPU waited for.
+
+        often: batches of the same shape come again and again.
+        """
         self.model, self.mask, self.anatomy = model, attention_mask.bool(), families.anatomy(model)
+        self.head: Head | None = None
         encoder = families.encoder(model)
         if self.anatomy is None or encoder is None:
             self.states = seq2seq.encode(model, input_ids, attention_mask)
             return
+        self.head = Head(self.anatomy)
         whole = bool(self.mask.all()) if whole is None else whole
         self._seen = None if whole else self.mask[:, None, None]
-        self.states = encode(encoder, input_ids, self._seen)
+        self.states = encode(encoder, input_ids, self._seen, often=often)
+        self._often = often
         self._keys_and_values = [
-            [_heads(ops.linear(self.states, part), self.anatomy.heads) for part in (block.cross.key, block.cross.value)]
+            [_heads(each, self.anatomy.heads) for each in ops.linears(self.states, block.cross.key, block.cross.value)]
             for block in self.anatomy.blocks
             if block.cross is not None
         ]
@@ -153,12 +175,15 @@ class Source:
         # Where every sequence is a row of its own, causal attention needs no mask.
         row = length if tree.reach is None else tree.tokens.shape[1]
         mask = None if tree.reach is None else tree.reach[:, None]
+        dtype = ops.dtype_of_products(self.states)
         if anatomy.bias is not None:
             depth = tree.depth if tree.reach is not None else tree.depth[:1, :length]
-            mask = _biased(anatomy.bias_of_distance(length), depth, mask).to(_dtype_of_products(self.states))
+            mask = _biased(anatomy.bias_of_distance(length), depth, mask).to(dtype)
+        elif mask is not None:  # as what scores gain, which every layer would make of it anew
+            mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
 
         def attend_source(states: Tensor, layer: families.Attention, key: Tensor, value: Tensor) -> Delta:
-            query = _heads(ops.linear(states, layer.query), anatomy.heads)
+            query = _heads(ops.linears(states, layer.query)[0], anatomy.heads)
             return _attend(anatomy, layer, states.shape[:-1], query, key, value, self._seen)
 
         def parts() -> Iterator[families.Part]:
@@ -166,28 +191,36 @@ class Source:
                 assert block.cross is not None
                 yield partial(_attend_own, anatomy, block.own, row, mask, mask is None), block.own.norm
                 yield partial(attend_source, layer=block.cross, key=key, value=value), block.cross.norm
-                yield partial(_feed_forward, block), block.feed_forward_norm
+                yield partial(_feed_forward, anatomy, block), block.feed_forward_norm
 
-        with _attention_kernels(anatomy):
-            return anatomy.run(anatomy.embed(tree.tokens, tree.depth), parts(), _add_norm)
+        return _run(anatomy, anatomy.embed(tree.tokens, tree.depth), parts(), self._often)
 
 
-def encode(encoder: families.Stack, input_ids: Tensor, seen: Tensor | None) -> Tensor:
+def encode(encoder: families.Stack, input_ids: Tensor, seen: Tensor | None, *, often: bool = False) -> Tensor:
     """The encoder's output states [batch, length, size], as Hugging Face computes them. seen: bool [batch, 1, 1, length]"""
     length = input_ids.shape[1]
     positions = torch.arange(length, device=input_ids.device).expand_as(input_ids)
     states = encoder.embed(input_ids, positions)
     if encoder.bias is not None:
-        bias = encoder.bias(length)[None].to(_dtype_of_products(states))
+        bias = encoder.bias(length)[None].to(ops.dtype_of_products(states))
         seen = bias if seen is None else bias.masked_fill(~seen, float("-inf"))
 
     def parts() -> Iterator[families.Part]:
         for block in encoder.blocks:
             yield partial(_attend_own, encoder, block.own, length, seen, False), block.own.norm
-            yield partial(_feed_forward, block), block.feed_forward_norm
+            yield partial(_feed_forward, encoder, block), block.feed_forward_norm
 
-    with _attention_kernels(encoder):
-        return encoder.run(states, parts(), _add_norm)
+    return _run(encoder, states, parts(), often)
+
+
+def _run(stack: families.Stack, states: Tensor, parts: Iterator[families.Part], often: bool) -> Tensor:
+    with _attention_kernels(stack, states, often):
+        states = stack.run(_dropped(states, stack.dropout.states), parts, _add_norm)
+    return _dropped(states, stack.dropout.output)
+
+
+def _dropped(states: Tensor, share: float) -> Tensor:
+    return F.dropout(states, share) if share else states
 
 
 def _attend_own(
@@ -195,8 +228,8 @@ def _attend_own(
 ) -> Delta:
     """Attention of states [batch, n, size] to those of the same row, of which there are so many."""
     query, key, value = (
-        _heads(ops.linear(states, part).view(-1, row, part.out_features), stack.heads)
-        for part in (layer.query, layer.key, layer.value)
+        _heads(each.view(-1, row, each.shape[-1]), stack.heads)
+        for each in ops.linears(states, layer.query, layer.key, layer.value)
     )
     return _attend(stack, layer, states.shape[:-1], query, key, value, seen, causal)
 
@@ -205,33 +238,43 @@ def _attend(
     stack: families.Stack, layer: families.Attention, shape: torch.Size, query: Tensor, key: Tensor, value: Tensor,
     seen: Tensor | None, causal: bool = False,
 ) -> Delta:  # fmt: skip
-    found = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, is_causal=causal, scale=stack.scaling)
-    return ops.product(found.transpose(1, 2).reshape(*shape, -1), layer.out)
+    found = F.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, dropout_p=stack.dropout.attention, is_causal=causal, scale=stack.scaling
+    )
+    return _delta(stack, found.transpose(1, 2).reshape(*shape, -1), layer.out)
 
 
-def _attention_kernels(stack: families.Stack) -> AbstractContextManager[Any]:
-    """Not cuDNN's, which take a tenth of a second to get ready for each new shape. A learned bias has a gradient in a model
-    that is trained and none in its reference, and must be given to the same kernel in both, lest they differ by rounding."""
+def _attention_kernels(stack: families.Stack, states: Tensor, often: bool) -> AbstractContextManager[Any]:
+    """cuDNN's are the fastest, but take a tenth of a second to get ready for each new shape. A learned bias has a gradient in
+    a model that is trained and none in its reference, and must be given to the same kernel in both, lest they differ by
+    rounding."""
     kernels = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(kernels if stack.bias is not None else [SDPBackend.FLASH_ATTENTION, *kernels])
+    if stack.bias is None:
+        kernels = [SDPBackend.FLASH_ATTENTION, *kernels]
+        if often and states.shape[-1] >= LARGE:
+            kernels = [SDPBackend.CUDNN_ATTENTION, *kernels]
+    return sdpa_kernel(kernels, set_priority=True)
 
 
-def _dtype_of_products(states: Tensor) -> torch.dtype:
-    device = states.device.type
-    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else states.dtype
-
-
-def _feed_forward(block: families.Block, states: Tensor) -> Delta:
-    activated = block.activation(ops.linear(states, block.expand[0]))
-    activated = activated * ops.linear(states, block.expand[1]) if len(block.expand) > 1 else activated
+def _feed_forward(stack: families.Stack, block: families.Block, states: Tensor) -> Delta:
+    activated = ops.activated(states, block.expand[0], block.activation)
+    activated = activated * ops.linears(states, block.expand[1])[0] if len(block.expand) > 1 else activated
+    activated = _dropped(activated, stack.dropout.activation)
     if activated.dtype == states.dtype != block.contract.weight.dtype and not torch.is_autocast_enabled(states.device.type):
-        return block.contract(activated.to(block.contract.weight.dtype)).to(states.dtype), None  # T5 keeps it in float32
-    return ops.product(activated, block.contract)
+        found = block.contract(activated.to(block.contract.weight.dtype)).to(states.dtype)  # T5 keeps it in float32
+        return _dropped(found, stack.dropout.states), None
+    return _delta(stack, activated, block.contract)
 
 
-def _add_norm(states: Tensor, delta: Delta | None, norm: nn.Module) -> tuple[Tensor, Tensor]:
+def _delta(stack: families.Stack, states: Tensor, layer: nn.Linear) -> Delta:
+    if stack.dropout.states:
+        return F.dropout(ops.linears(states, layer)[0], stack.dropout.states), None
+    return ops.product(states, layer)
+
+
+def _add_norm(states: Tensor, delta: Delta | None, norm: nn.Module, *, narrow: bool = False) -> tuple[Tensor, Tensor]:
     change, bias = delta or (None, None)
-    return ops.add_norm(states, change, norm, bias)
+    return ops.add_norm(states, change, norm, bias, narrow=narrow)
 
 
 def _heads(states: Tensor, heads: int) -> Tensor:
@@ -250,7 +293,7 @@ class Forced:
     """What a decoder made of sequences that it was given, of sources that are encoded."""
 
     def __init__(self, source: Source, tree: Tree) -> None:
-        self._source, self._tree, self._head = source, tree, source.anatomy
+        self._source, self._tree, self._head = source, tree, source.head
         if self._head is not None:
             self._nodes = source.write(tree)
 
@@ -267,45 +310,44 @@ class Forced:
         return self
 
     def log_p(self) -> Tensor:
-        """log P(y|x) of every sequence. [batch, sequences]"""
-        tree, head = self._tree, self._head
-        if head is None:
-            return likelihood.sequence_log_p(likelihood.token_log_p(self._logits, tree.token_ids), tree.mask)
-        nodes = head.scaled(self._nodes.flatten(0, 1)[tree.existing])
-        log_sum: Tensor = LogSum.apply(nodes, head.head_weight, head.head_bias)  # type: ignore[no-untyped-call]
-        every_log_sum = log_sum.new_zeros(tree.tokens.numel()).index_copy(0, tree.existing, log_sum).view_as(tree.tokens)
-        logit = _checkpointed(self._token_logits, self._nodes)
-        log_p = logit - every_log_sum.gather(1, tree.place.flatten(1)).view_as(logit)
-        return likelihood.sequence_log_p(log_p, tree.mask)
+        """log P(y|x) of every sequence that is asked for it. [batch, sequences]"""
+        return -self.cross_entropy()
 
-    def _token_logits(self, nodes: Tensor) -> Tensor:
-        """Of each token: the scalar product of the state that predicts it with the token's own weights. As `token_ids`"""
-        tree, head = self._tree, self._head
-        assert head is not None
-        states = likelihood.wide(head.scaled(_at(tree, nodes)))
-        logits = (states * likelihood.wide(F.embedding(tree.token_ids, head.head_weight))).sum(-1)
-        return logits if head.head_bias is None else logits + head.head_bias[tree.token_ids]
+    def cross_entropy(self, smoothing: float = 0.0) -> Tensor:
+        """-log P(y|x) of these sequences, or what label smoothing makes of it. [batch, sequences]"""
+        tree, asked = self._tree, slice(self._tree.first, None)
+        token_ids, mask = tree.token_ids[:, asked], tree.mask[:, asked]
+        head = self._head
+        if head is None:
+            return likelihood.smoothed_cross_entropy(self._logits[:, asked], token_ids, mask, smoothing)
+        gain = _checkpointed(lambda nodes: head.gain(_at(tree, nodes)[:, asked], token_ids, smoothing), self._nodes)
+        log_sum = head.log_sum(self._nodes.flatten(0, 1)[tree.asked])
+        every = log_sum.new_zeros(tree.tokens.numel()).index_copy(0, tree.asked, log_sum).view_as(tree.tokens)
+        return likelihood.sequence_log_p(every.gather(1, tree.place[:, asked].flatten(1)).view_as(gain) - gain, mask)
 
     def regularization(self, function: Callable[..., Tensor], reference: Forced | None) -> Tensor:
-        """A function of Eq. 2 on the first sequence of every source, some sources at a time. [batch]"""
-        tree, states = self._tree, self._first_states()
-        reference_states = None if reference is None else reference._first_states()
-        if function is regularization.kl and self._head and reference and reference._head and reference_states is not None:
-            scaled = (self._head.scaled(each.flatten(0, 1)) for each in (states, reference_states))
-            heads = (part for head in (self._head, reference._head) for part in (head.head_weight, head.head_bias))
-            divergence: Tensor = Divergence.apply(*scaled, *heads)  # type: ignore[no-untyped-call]
-            return divergence.view_as(tree.mask[:, 0]).masked_fill(~tree.mask[:, 0], 0.0).sum(-1)
+        """A function of Eq. 2 on the first sequence of every source, some sources at a time. [batch]
+
+        reference: of that sequence, in as many places as it takes.
+        """
+        length = (reference or self)._tree.mask.shape[-1]
+        token_ids, mask = (each[:, 0, :length] for each in (self._tree.token_ids, self._tree.mask))
+        states = self._first_states(length)
+        their_states = None if reference is None else reference._first_states(length)
+        if function is regularization.kl and self._head and reference and reference._head and their_states is not None:
+            divergence = self._head.divergence(states.flatten(0, 1), reference._head, their_states.flatten(0, 1))
+            return divergence.view_as(mask).masked_fill(~mask, 0.0).sum(-1)
 
         def some(part: Tensor, of: slice) -> Tensor:
-            theirs = None if reference is None or reference_states is None else reference._first_logits(reference_states[of])
-            return function(self._first_logits(part), theirs, tree.token_ids[of, 0], tree.mask[of, 0])
+            theirs = None if reference is None or their_states is None else reference._first_logits(their_states[of])
+            return function(self._first_logits(part), theirs, token_ids[of], mask[of])
 
-        at_once = max(1, CHUNK // tree.mask.shape[-1])
+        at_once = max(1, CHUNK // length)
         slices = [slice(first, first + at_once) for first in range(0, len(states), at_once)]
         return torch.cat([_checkpointed(some, states[of], of) for of in slices])
 
-    def _first_states(self) -> Tensor:
-        return self._logits[:, 0] if self._head is None else self.states()[:, 0]
+    def _first_states(self, length: int) -> Tensor:
+        return (self._logits if self._head is None else self.states())[:, 0, :length]
 
     def _first_logits(self, states: Tensor) -> Tensor:
         return states if self._head is None else self._head.logits(states)
@@ -321,14 +363,93 @@ def _at(tree: Tree, nodes: Tensor) -> Tensor:
     return nodes.gather(1, index).view(*tree.token_ids.shape, -1)
 
 
-class LogSum(torch.autograd.Function):
-    """logsumexp of states [rows, size] times the head's weights, with logits of no more than a chunk of rows at a time."""
+class Head:
+    """A decoder's output head, whose logits are never held for more than a chunk of tokens."""
 
+    def __init__(self, anatomy: families.Anatomy) -> None:
+        self._anatomy = anatomy
+        self._aligned: tuple[Tensor, Tensor | None] | None = None
+
+    def logits(self, states: Tensor) -> Tensor:
+        return self._anatomy.logits(states)
+
+    def cross_entropy(self, states: Tensor, token_ids: Tensor, smoothing: float) -> Tensor:
+        """-log P of each token, given the state that predicts it, or what label smoothing makes of it. As `token_ids`"""
+        gain = _checkpointed(lambda states: self.gain(states, token_ids, smoothing), states)
+        return self.log_sum(states.flatten(0, -2)).view(token_ids.shape) - gain
+
+    def log_sum(self, states: Tensor) -> Tensor:
+        """logsumexp of the logits that states [rows, size] give. [rows]"""
+        anatomy = self._anatomy
+        return LogSum.apply(anatomy.scaled(states), self, anatomy.head_weight, anatomy.head_bias)  # type: ignore[no-untyped-call]
+
+    def gain(self, states: Tensor, token_ids: Tensor, smoothing: float) -> Tensor:
+        """The logit of each token: the scalar product of the state that predicts it with the token's own weights.
+
+        With label smoothing, mixed with the mean of all logits: that with the mean of all weights.
+        """
+        weight, bias = self._anatomy.head_weight, self._anatomy.head_bias
+        states = likelihood.wide(self._anatomy.scaled(states))
+        logits = (states * likelihood.wide(F.embedding(token_ids, weight))).sum(-1)
+        logits = logits if bias is None else logits + bias[token_ids]
+        if not smoothing:
+            return logits
+        mean = (states * likelihood.wide(weight).mean(0)).sum(-1)
+        return (1 - smoothing) * logits + smoothing * (mean if bias is None else mean + bias.mean())
+
+    def divergence(self, states: Tensor, reference: Head, reference_states: Tensor) -> Tensor:
+        """KL(current || reference) of the distributions that states [rows, size] give. [rows]"""
+        anatomy, scaled = self._anatomy, reference._anatomy.scaled(reference_states)
+        return Divergence.apply(  # type: ignore[no-untyped-call]
+            anatomy.scaled(states), scaled, self, reference, anatomy.head_weight, anatomy.head_bias
+        )
+
+    def padded_logits(self, states: Tensor) -> Tensor:
+        """Of scaled states [rows, size], with columns beyond the vocabulary."""
+        if self._aligned is None:
+            dtype, bias = ops.dtype_of_products(states), self._anatomy.head_bias
+            bias = None if bias is None else bias.detach().to(dtype)
+            self._aligned = families.aligned(self._anatomy.head_weight.detach().to(dtype), bias)
+        with torch.autocast(states.device.type, enabled=False):
+            return F.linear(states.to(self._aligned[0].dtype), *self._aligned)
+
+    def true_logits(self, states: Tensor) -> Tensor:
+        """The same, without these."""
+        return self.padded_logits(states)[:, : len(self._anatomy.head_weight)]
+
+    def gradients(
+        self, states: Tensor, of_logits: Callable[[slice], Tensor], with_weight: bool, with_bias: bool
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Of states, weight and bias, given a function for the gradients of the logits of some rows, padded as they are.
+
+        In the padding the head is 0, so whatever stands there is lost.
+        """
+        assert self._aligned is not None
+        weight, own_weight, own_bias = self._aligned[0], self._anatomy.head_weight, self._anatomy.head_bias
+        of_states = torch.empty_like(states, dtype=weight.dtype)
+        of_weight = torch.zeros_like(weight) if with_weight else None  # none while the head is frozen
+        of_bias = torch.zeros(len(weight), dtype=likelihood.wide(states[:0]).dtype, device=weight.device)
+        for first in range(0, len(states), CHUNK):
+            of = slice(first, first + CHUNK)
+            share = of_logits(of)
+            torch.mm(share, weight, out=of_states[of])
+            if of_weight is not None:
+                of_weight.addmm_(share.T, states[of].to(weight.dtype))
+            if with_bias:
+                of_bias += share.sum(0, dtype=of_bias.dtype)
+        size = len(own_weight)
+        return (
+            of_states.to(states.dtype),
+            None if of_weight is None else of_weight[:size].to(own_weight.dtype),
+            of_bias[:size].to(own_bias.dtype) if with_bias and own_bias is not None else None,
+        )
+
+
+class LogSum(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.head = _Head(states, weight, bias)
-        with ctx.head as head:
-            log_sum = torch.cat([ops.log_sum_exp(head.logits(part)) for part in states.split(CHUNK)])
+    def forward(ctx: Any, states: Tensor, head: Head, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.head = head
+        log_sum = torch.cat([ops.log_sum_exp(head.true_logits(part)) for part in states.split(CHUNK)])
         ctx.save_for_backward(states, log_sum)
         return log_sum
 
@@ -339,22 +460,18 @@ class LogSum(torch.autograd.Function):
         def of_logits(of: slice) -> Tensor:
             return ops.weigh(ctx.head.padded_logits(states[of]), log_sum[of], gradient[of])
 
-        with ctx.head as head:
-            return head.gradients(states, of_logits, *ctx.needs_input_grad[1:])
+        of_states, of_weight, of_bias = ctx.head.gradients(states, of_logits, *ctx.needs_input_grad[2:])
+        return of_states, None, of_weight, of_bias
 
 
 class Divergence(torch.autograd.Function):
-    """KL(current || reference) of the distributions that states [rows, size] give, some rows at a time. [rows]"""
-
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, reference: Tensor, weight: Tensor, bias: Tensor | None,
-        reference_weight: Tensor, reference_bias: Tensor | None,
-    ) -> Tensor:  # fmt: skip
-        ctx.head, ctx.reference_head = _Head(states, weight, bias), _Head(states, reference_weight, reference_bias)
+        ctx: Any, states: Tensor, reference: Tensor, head: Head, reference_head: Head, weight: Tensor, bias: Tensor | None
+    ) -> Tensor:
+        ctx.head, ctx.reference_head = head, reference_head
         parts = zip(states.split(CHUNK), reference.split(CHUNK), strict=True)
-        with ctx.head as head, ctx.reference_head as reference_head:
-            found = [ops.divergence(head.logits(ours), reference_head.logits(theirs)) for ours, theirs in parts]
+        found = [ops.divergence(head.true_logits(ours), reference_head.true_logits(theirs)) for ours, theirs in parts]
         divergence, log_sum, shift = (torch.cat(each) for each in zip(*found, strict=True))
         ctx.save_for_backward(states, reference, log_sum, shift)
         return divergence
@@ -367,56 +484,8 @@ class Divergence(torch.autograd.Function):
             logits, theirs = ctx.head.padded_logits(states[of]), ctx.reference_head.padded_logits(reference[of])
             return ops.weigh_divergence(logits, theirs, log_sum[of], shift[of], gradient[of])
 
-        with ctx.head as head, ctx.reference_head:
-            of_states, of_weight, of_bias = head.gradients(states, of_logits, *ctx.needs_input_grad[2:4])
-        return of_states, None, of_weight, of_bias, None, None
-
-
-class _Head:
-    """An output head, in the type and the form that its products want while it is open."""
-
-    def __init__(self, states: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self._dtype, self._autocast = _dtype_of_products(states), torch.autocast(states.device.type, enabled=False)
-        self._weight, self._bias = weight, bias
-
-    def __enter__(self) -> _Head:
-        bias = None if self._bias is None else self._bias.to(self._dtype)
-        self._aligned = families.aligned(self._weight.to(self._dtype), bias)
-        self._autocast.__enter__()
-        return self
-
-    def __exit__(self, *reason: Any) -> None:
-        self._autocast.__exit__(*reason)
-        del self._aligned  # which may be a copy
-
-    def logits(self, states: Tensor) -> Tensor:
-        return self.padded_logits(states)[:, : len(self._weight)]
-
-    def padded_logits(self, states: Tensor) -> Tensor:
-        return F.linear(states.to(self._dtype), *self._aligned)
-
-    def gradients(
-        self, states: Tensor, of_logits: Callable[[slice], Tensor], with_weight: bool, with_bias: bool
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Of states, weight and bias, given a function for the gradients of the logits of some rows, padded as they are.
-
-        In the padding the head is 0, so whatever stands there is lost.
-        """
-        weight, size = self._aligned[0], len(self._weight)
-        of_states = torch.empty_like(states, dtype=self._dtype)
-        of_weight = torch.zeros_like(weight) if with_weight else None  # none while the head is frozen
-        of_bias = torch.zeros(len(weight), dtype=likelihood.wide(states[:0]).dtype, device=weight.device)
-        for first in range(0, len(states), CHUNK):
-            of = slice(first, first + CHUNK)
-            share = of_logits(of)
-            torch.mm(share, weight, out=of_states[of])
-            if of_weight is not None:
-                of_weight.addmm_(share.T, states[of].to(self._dtype))
-            if with_bias:
-                of_bias += share.sum(0, dtype=of_bias.dtype)
-        own_bias = of_bias[:size].to(self._bias.dtype) if with_bias and self._bias is not None else None
-        own_weight = None if of_weight is None else of_weight[:size].to(self._weight.dtype)
-        return of_states.to(states.dtype), own_weight, own_bias
+        of_states, of_weight, of_bias = ctx.head.gradients(states, of_logits, *ctx.needs_input_grad[4:])
+        return of_states, None, None, None, of_weight, of_bias
 
 
 def _checkpointed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:

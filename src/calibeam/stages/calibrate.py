@@ -19,13 +19,13 @@ from calibeam.paper.regularization import REGULARIZERS, WITHOUT_REFERENCE
 from calibeam.paper.similarity import span_similarity
 from calibeam.recipe import option
 from calibeam.records import CalibeamError
-from calibeam.training import SELECTIONS, ExamplesConfig, Item, Problem, Shuffled, train
+from calibeam.training import SELECTIONS, ExamplesConfig, Item, Problem, Shuffled, batch_of_pairs, encoded, forced, train
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
 
     from calibeam.engine.graphs import Batch
-    from calibeam.engine.packing import Forced, Tree
+    from calibeam.engine.packing import Forced
     from calibeam.seq2seq import Seq2Seq
 
 Switch = Callable[[], AbstractContextManager[Any]]
@@ -146,8 +146,8 @@ class CalibrationStep:
     """Algorithm 1's loss: calibration of candidates plus lambda times regularisation on the target.
 
     The frozen fine-tuned model is the reference: a copy, or the model itself without its adapter. Dropout is off in
-    both, so before the first step the KL divergence between them is exactly 0: the target goes through both in
-    batches of one shape.
+    both, so before the first step the KL divergence between them is 0 but for rounding. The target goes through the model
+    together with the candidates.
     """
 
     def __init__(self, model: Seq2Seq, reference: Seq2Seq, config: Config, off: Switch = nullcontext) -> None:
@@ -159,7 +159,7 @@ class CalibrationStep:
         self._regularizer = config.regularizer if callable(config.regularizer) else REGULARIZERS[config.regularizer]
         self._sample = self._loss in PAIR_LOSSES and config.pairs == "sampled"
         self._beta, self._similarity = config.beta, config.similarity
-        self._longest_source, self._longest_target = config.max_source_length, config.max_target_length
+        self._config = config
         self.reg_weight = 1e-5 / config.learning_rate if config.reg_weight is None else config.reg_weight
 
     def batch(
@@ -174,34 +174,30 @@ class CalibrationStep:
 
         tuned, most = self._model, max(len(ids) for row in rows for ids in row["token_ids"])
         similarity, exists, candidates = self._choose(rows, generator)
-        input_ids, mask = tuned.roomy_batch(sources, self._longest_source, per_octave=2)
-        target, target_mask = (each[:, None] for each in tuned.roomy_batch(targets, self._longest_target))
+        sequences = [ids for target, own in zip(targets, candidates, strict=True) for ids in (target, *own)]
         token_ids, token_mask = (
-            each.view(len(rows), -1, each.shape[-1]) for each in tuned.roomy_batch(candidates, max(most, self._longest_target))
+            each.view(len(rows), -1, each.shape[-1])
+            for each in tuned.roomy_batch(sequences, max(most, self._config.max_target_length))
         )
-        size = tuned.model.config.hidden_size
         return {
-            "input_ids": input_ids, "mask": mask, "whole": bool(mask.all()), "similarity": similarity, "exists": exists,
-            "target": target, "target_mask": target_mask, "target_plan": plan(target, target_mask, size, tuned.device),
-            "token_ids": token_ids, "token_mask": token_mask, "plan": plan(token_ids, token_mask, size, tuned.device),
+            **batch_of_pairs(tuned, sources, targets, self._config), "similarity": similarity, "exists": exists,
+            "token_ids": token_ids, "token_mask": token_mask,
+            "plan": plan(token_ids, token_mask, tuned.model.config.hidden_size, tuned.device, first=1),
         }  # fmt: skip
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Summed over the examples, with figures to show, summed likewise."""
-        from calibeam.engine.packing import Forced, Source, plant
+        from calibeam.engine.packing import Forced, plant
 
         model, similarity, exists = self._model.model, batch["similarity"], batch["exists"]
-        tree = plant(model, batch["token_ids"], batch["token_mask"], batch["plan"])
-        target = plant(model, batch["target"], batch["target_mask"], batch["target_plan"])
-        sources = (batch["input_ids"], batch["mask"])
-        reference = None if self._regularizer in WITHOUT_REFERENCE else self._refer(*sources, batch["whole"], target)
-        source = Source(model, *sources, whole=batch["whole"])
-        forced_target = Forced(source, target).settled()
-        regularization = forced_target.regularization(self._regularizer, reference).sum()
-        forced = Forced(source, tree)
-        log_p = forced.log_p()
+        reference = None if self._regularizer in WITHOUT_REFERENCE else self._refer(batch)
+        token_mask = batch["token_mask"]
+        every = Forced(encoded(model, batch), plant(model, batch["token_ids"], token_mask, batch["plan"])).settled()
+        regularization = every.regularization(self._regularizer, reference).sum()
+        log_p = every.log_p()
         if self._similarity == "current":
-            similarity = span_similarity(forced.states().detach(), forced_target.states().detach(), tree.mask, target.mask)
+            states = every.states().detach()
+            similarity = span_similarity(states[:, 1:], states[:, :1], token_mask[:, 1:], token_mask[:, :1])
         calibration = self._loss(log_p, similarity, exists, self._beta).sum()
 
         pairs = ordered_pairs(similarity, exists)
@@ -214,19 +210,19 @@ class CalibrationStep:
             "agreement": share.sum(),
         }
 
-    def _choose(self, rows: Sequence[dict[str, Any]], generator: Generator) -> tuple[Tensor, Tensor, list[list[int]]]:
-        """Similarities and which candidates exist [batch, candidates], and the candidates' token ids, flat."""
+    def _choose(self, rows: Sequence[dict[str, Any]], generator: Generator) -> tuple[Tensor, Tensor, list[list[list[int]]]]:
+        """Similarities and which candidates exist [batch, candidates], and the candidates' token ids."""
         import torch
 
         chosen = [self._pair(row, generator) if self._sample else list(range(len(row["log_p"]))) for row in rows]
         most = max(map(len, chosen))
         exists = torch.tensor([[place < len(indices) for place in range(most)] for indices in chosen])
         similarity = torch.zeros(len(rows), most)
-        token_ids: list[list[int]] = []
+        token_ids: list[list[list[int]]] = []
         for place, (row, indices) in enumerate(zip(rows, chosen, strict=True)):
             similarity[place, : len(indices)] = torch.tensor([row["similarity"][index] for index in indices])
-            token_ids += [row["token_ids"][index] for index in indices]
-            token_ids += [[self._model.ids.eos[0]]] * (most - len(indices))
+            none = [[self._model.ids.eos[0]]] * (most - len(indices))
+            token_ids.append([*(row["token_ids"][index] for index in indices), *none])
         return similarity, exists, token_ids
 
     @staticmethod
@@ -239,10 +235,8 @@ class CalibrationStep:
         own = torch.Generator().manual_seed(seed)
         return sample_pair(similarity, torch.ones_like(similarity, dtype=torch.bool), own)[0].tolist()
 
-    def _refer(self, input_ids: Tensor, mask: Tensor, whole: bool, target: Tree) -> Forced:
+    def _refer(self, batch: Batch) -> Forced:
         import torch
 
-        from calibeam.engine.packing import Forced, Source
-
         with torch.no_grad(), self._off():
-            return Forced(Source(self._reference, input_ids, mask, whole=whole), target).settled()
+            return forced(encoded(self._reference, batch), batch).settled()

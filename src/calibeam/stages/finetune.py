@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from calibeam import store
 from calibeam.recipe import option
-from calibeam.training import SELECTIONS, ExamplesConfig, Item, Problem, Shuffled, train
+from calibeam.training import SELECTIONS, ExamplesConfig, Item, Problem, Shuffled, batch_of_pairs, encoded, forced, train
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -32,7 +32,6 @@ class Config(ExamplesConfig):
 
 def run(config: Config, *, force: bool = False) -> Path:
     from calibeam import seq2seq
-    from calibeam.paper.regularization import cross_entropy
     from calibeam.stages.decode import check_lengths
     from calibeam.stages.evaluate import Validation
 
@@ -49,14 +48,10 @@ def run(config: Config, *, force: bool = False) -> Path:
     validation = Validation(model, data.examples("validation"), config)
 
     def batch(some: Sequence[int], generator: Generator) -> Batch:
-        input_ids, mask = model.roomy_batch([sources[index] for index in some], config.max_source_length, per_octave=2)
-        target, target_mask = model.roomy_batch([targets[index] for index in some], config.max_target_length)
-        return {"input_ids": input_ids, "mask": mask, "target": target, "target_mask": target_mask}
+        return batch_of_pairs(model, [sources[index] for index in some], [targets[index] for index in some], config)
 
     def loss(batch: Batch) -> dict[str, Tensor]:
-        states = seq2seq.encode(model.model, batch["input_ids"], batch["mask"])
-        logits = seq2seq.force(model.model, states, batch["mask"], batch["target"][:, None])[:, 0]
-        return {"loss": cross_entropy(logits, None, batch["target"], batch["target_mask"]).sum()}
+        return {"loss": forced(encoded(model.model, batch), batch).cross_entropy().sum()}
 
     items = [Item(name, len(sources[index]), len(targets[index]), index) for index, (name, _, _) in enumerate(pairs)]
     problem = Problem(

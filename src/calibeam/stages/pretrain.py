@@ -9,6 +9,7 @@ Stopped, it goes on from its last checkpoint when it is run again, to the same w
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from calibeam.paper.gap_sentences import GAP_SELECTIONS
 from calibeam.recipe import option
 from calibeam.records import CalibeamError
 from calibeam.stages.tokenizer import MASK_SENTENCE, MASK_TOKEN
-from calibeam.training import OPTIMIZERS, SCHEDULES, Item, Plan, Problem, TrainingConfig, train
+from calibeam.training import OPTIMIZERS, SCHEDULES, Item, Plan, Problem, TrainingConfig, batch_of_pairs, encoded, forced, train
 
 if TYPE_CHECKING:
     from torch import Generator, Tensor
@@ -61,7 +62,6 @@ class Config(CorpusConfig, TrainingConfig):
 
 def run(config: Config, *, force: bool = False) -> Path:
     from calibeam import families, seq2seq
-    from calibeam.paper.likelihood import smoothed_cross_entropy
     from calibeam.stages.decode import check_lengths
     from calibeam.stages.evaluate import perplexity_of
     from calibeam.stream import Stream, first_examples
@@ -78,29 +78,27 @@ def run(config: Config, *, force: bool = False) -> Path:
     seq2seq.fix_sinusoids(model.model)
     check_lengths(model, config.max_source_length, config.max_target_length)
     task = _task(model, config)
-    head = families.anatomy(model.model)
-    if config.mlm_ratio and head is None:
+    if config.mlm_ratio and families.anatomy(model.model) is None:
         raise CalibeamError(f"mlm_ratio needs a model of one of these kinds: {', '.join(families.FAMILIES)}")
     held_out = first_examples(validation, config, task, config.validation_examples)
 
     def batch(some: Sequence[Example], generator: Generator) -> Batch:
-        input_ids, mask = model.roomy_batch([e.source.tolist() for e in some], config.max_source_length, per_octave=2)
-        target, target_mask = model.roomy_batch([e.target.tolist() for e in some], config.max_target_length)
-        found = {"input_ids": input_ids, "mask": mask, "target": target, "target_mask": target_mask}
+        found = batch_of_pairs(model, [e.source.tolist() for e in some], [e.target.tolist() for e in some], config)
         if config.mlm_ratio:
-            found["places"], found["told_mask"] = seq2seq.pad_rows([e.places.tolist() for e in some], 0, input_ids.shape[1])
-            found["told"], _ = seq2seq.pad_rows([e.told.tolist() for e in some], 0, input_ids.shape[1])
+            most = math.ceil(config.mlm_ratio * found["input_ids"].shape[1])
+            found["places"], found["told_mask"] = seq2seq.pad_rows([e.places.tolist() for e in some], 0, most)
+            found["told"], _ = seq2seq.pad_rows([e.told.tolist() for e in some], 0, most)
         return found
 
     def loss(batch: Batch) -> dict[str, Tensor]:
-        states = seq2seq.encode(model.model, batch["input_ids"], batch["mask"])
-        logits = seq2seq.force(model.model, states, batch["mask"], batch["target"][:, None])[:, 0]
-        total = smoothed_cross_entropy(logits, batch["target"], batch["target_mask"], config.label_smoothing).sum()
+        source = encoded(model.model, batch)
+        total = forced(source, batch).cross_entropy(config.label_smoothing).sum()
         if not config.mlm_ratio:
             return {"loss": total}
-        assert head is not None
-        there = states.gather(1, batch["places"][..., None].expand(-1, -1, states.shape[-1]))
-        told = smoothed_cross_entropy(head.logits(there), batch["told"], batch["told_mask"], config.label_smoothing).sum()
+        assert source.head is not None
+        there = source.states.gather(1, batch["places"][..., None].expand(-1, -1, source.states.shape[-1]))
+        told = source.head.cross_entropy(there, batch["told"], config.label_smoothing)
+        told = told.masked_fill(~batch["told_mask"], 0.0).sum()
         return {"loss": total + told, "gaps": total, "tokens": told}
 
     def validate() -> dict[str, float]:
