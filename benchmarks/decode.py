@@ -77,9 +77,12 @@ def timed(work: Callable[[], Any], repeat: int) -> tuple[float, float | None, An
 
 
 class Rows:
-    def __init__(self, unit: str = "candidates") -> None:
+    def __init__(self, unit: str = "candidates", only: str = "") -> None:
         self.rows: list[dict[str, Any]] = []
-        self._unit = unit
+        self._unit, self._only = unit, only
+
+    def wants(self, case: str) -> bool:
+        return self._only in case
 
     def add(self, case: str, engine: str, done: int, seconds: float, memory: float | None, **more: Any) -> None:
         peer = next((row for row in self.rows if row["case"] == case), None)

@@ -50,6 +50,7 @@ CASES = {
     "cpu": Case("SMALL", 4, 128, 32, 16_000, "cpu", torch.float32),
 }
 CANDIDATES = 15
+ACCUMULATED = 4  # batches of a step
 
 
 def candidates(case: Case, shared: bool, rng: random.Random) -> list[list[list[int]]]:
@@ -101,12 +102,7 @@ class Work:
             return total.detach()[None]
 
         recorded = Recorded(work, self.model.device)
-
-        def run() -> Tensor:
-            clear_gradients(parameters)
-            return recorded(step.batch(self.sources, self.targets, rows, torch.Generator().manual_seed(0)))
-
-        return run
+        return lambda: recorded(step.batch(self.sources, self.targets, rows, torch.Generator().manual_seed(0)))
 
     def brio(self, loss: str) -> Tensor:
         """The encoder once per source; its output, and everything after it, once per sequence."""
@@ -198,27 +194,31 @@ def run(rows: Rows, case: Case, repeat: int) -> None:
                 {"TRL's way": partial(two.trl, "rank"), "calibeam": two.ours("rank", True)},
                 repeat,
             )
-        compare(rows, f"score, {name}", work, {"pair by pair": work.score_by_pairs, "calibeam": work.score}, repeat)
+        compare(rows, f"score, {name}", work, {"pair by pair": work.score_by_pairs, "calibeam": work.score}, repeat, at_once=1)
 
 
-def compare(rows: Rows, case: str, work: Work, ways: dict[str, Callable[[], Tensor]], repeat: int) -> None:
-    results = {}
+def compare(
+    rows: Rows, case: str, work: Work, ways: dict[str, Callable[[], Tensor]], repeat: int, at_once: int = ACCUMULATED
+) -> None:
+    if not rows.wants(case):
+        return
     for name, way in ways.items():
         work.model.zero_grad(set_to_none=True)
 
-        def clean(way: Callable[[], Tensor] = way, peer: bool = name != "calibeam") -> Tensor:
-            if peer:
-                work.model.zero_grad(set_to_none=True)
-            return way()
+        def batch(way: Callable[[], Tensor] = way) -> Tensor:
+            """As a training loop: several batches one after another, which the host prepares meanwhile, add to the gradients."""
+            clear_gradients(list(work.model.parameters()))
+            return torch.stack([way() for _ in range(at_once)])
 
-        clean()
-        clean()  # the second time records
-        seconds, memory, results[name] = timed(clean, repeat)
-        more = {"examples_per_second": round(work.case.sources / seconds, 2), "result": float(results[name].float().mean())}
+        batch()
+        batch()  # a shape is recorded when it comes for the second time
+        seconds, memory, result = timed(batch, repeat)
+        seconds /= at_once
+        more = {"examples_per_second": round(work.case.sources / seconds, 2), "result": float(result.float().mean())}
         if "list_rank" in case and torch.cuda.is_available():
             more["model_flops_utilisation"] = round(flops(work) / seconds / PEAK_FLOPS, 3)
         if torch.cuda.is_available() and name == "calibeam":
-            profile(clean, case)
+            profile(way, case)
         rows.add(case, name, len(work.sources) * len(work.candidates[0]), seconds, memory, **more)
 
 
@@ -226,8 +226,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("case", choices=tuple(CASES))
     parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--only", default="", help="measure the cases whose names have this in them")
     chosen = parser.parse_args()
-    rows = Rows()
+    rows = Rows(only=chosen.only)
     run(rows, CASES[chosen.case], chosen.repeat)
     rows.show()
 

@@ -137,6 +137,7 @@ def load(folder: Path, *, device: str = "auto", dtype: torch.dtype | None = None
             "calibeam calibrates T5, BART, PEGASUS and their kin"
         )
     model = _load_weights(AutoModelForSeq2SeqLM, folder, config, dtype or torch.float32)
+    _fix_sinusoids(model)
     tokenizer = _load_part(folder, "tokenizer", AutoTokenizer)
     _check_tokenizer(model, tokenizer, folder)
     return Seq2Seq(model.to(best_device(device)).eval(), tokenizer)
@@ -227,7 +228,7 @@ def max_positions(model: Any) -> int | None:
     return getattr(model.config, "max_position_embeddings", None)
 
 
-def fix_sinusoids(model: Any) -> None:
+def _fix_sinusoids(model: Any) -> None:
     """Sinusoidal positions are not learnt, which transformers knows of a new model and forgets of one that it loads."""
     for module in model.modules():
         if type(module).__name__.endswith("SinusoidalPositionalEmbedding"):

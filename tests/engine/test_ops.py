@@ -137,9 +137,10 @@ def test_the_gradients_of_add_norm(device: str, norm: Any, biased: bool, used: s
 
 @pytest.mark.parametrize("device", DEVICES, indirect=True)
 @pytest.mark.parametrize("rows", [1, 70, 700])
+@pytest.mark.parametrize("count", [1, 2, 3])
 @pytest.mark.parametrize("biased", [False, True])
-def test_the_gradients_of_layers_with_one_input(device: str, rows: int, biased: bool) -> None:
-    layers = [nn.Linear(8, columns, bias=biased).to(device) for columns in (150, 16, 150)]
+def test_the_gradients_of_layers_with_one_input(device: str, rows: int, biased: bool, count: int) -> None:
+    layers = [nn.Linear(8, columns, bias=biased).to(device) for columns in (150, 150, 150)[:count]]
     states = noise(2, rows, 8, device=device).requires_grad_()
     factors = [noise(2, rows, layer.out_features, seed=1, device=device) for layer in layers]
     wanted = [states, *(weight for layer in layers for weight in layer.parameters())]

@@ -197,15 +197,21 @@ def add_norm_gradient(
         total, moments, norm.weight, of_total, of_norm, out, sums, rows, size,
         BLOCK=triton.next_power_of_2(size), CENTRED=isinstance(norm, nn.LayerNorm), WITH_TOTAL=of_total is not None, num_warps=4,
     )  # fmt: skip
-    return out, _sum_of_parts(sums.view(programs, -1), dtype)
+    return out, _sum_of_parts(sums.view(programs, -1), sums.new_empty(3 * size, dtype=dtype))
 
 
 @triton.jit
 def _column_sums(
-    values, activated, passed, sums, rows, columns, width, each, ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr
+    first, second, third, activated, passed, sums, rows, columns, width, each,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Of some columns over `each` rows. GATED: of the values whose places are activated, which are passed on."""
-    column, part = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1)
+    """Of some columns of one of three over `each` rows. GATED: of the values whose places are activated, which are passed on."""
+    column, part, which = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS), tl.program_id(1), tl.program_id(2)
+    values = first
+    if which == 1:
+        values = second
+    if which == 2:
+        values = third
     last = tl.minimum(part * each + each, rows)
     total = tl.zeros([ROWS, COLUMNS], tl.float32)
     for start in range(part * each, last, ROWS):
@@ -217,47 +223,40 @@ def _column_sums(
             value = tl.where(tl.load(activated + at, mask=real, other=0.0) > 0, value, 0.0)
             tl.store(passed + at, value.to(passed.dtype.element_ty), mask=real)
         total += value.to(tl.float32)
-    tl.store(sums + part * width + column, tl.sum(total, 0).to(sums.dtype.element_ty), mask=column < columns)
+    out = sums + part * width + which * columns
+    tl.store(out + column, tl.sum(total, 0).to(sums.dtype.element_ty), mask=column < columns)
 
 
 def column_sums(*every: Tensor, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Of each [rows, columns], added up in float32: `dtype` [columns]."""
-    rows, widths = len(every[0]), [values.shape[1] for values in every]
-    sums = every[0].new_empty(_parts(rows), sum(widths), dtype=torch.float32)
-    for values, own in zip(every, sums.split(widths, 1), strict=True):
-        _sum_columns(values, None, None, own)
-    return _sum_of_parts(sums, dtype).split(widths)
+    """Of each of up to three [rows, columns], added up in float32: `dtype` [columns]."""
+    return _sum_columns(every, None, None, dtype).chunk(len(every))
 
 
 def rectified_gradient(gradient: Tensor, activated: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """The gradient [rows, columns] where something was activated and 0 elsewhere, and the sums of its columns."""
     passed = torch.empty_like(gradient)
-    sums = gradient.new_empty(_parts(len(gradient)), gradient.shape[1], dtype=torch.float32)
-    _sum_columns(gradient, activated, passed, sums)
-    return passed, _sum_of_parts(sums, dtype)
+    return passed, _sum_columns((gradient,), activated, passed, dtype)
 
 
-def _parts(rows: int) -> int:
-    """Into which a sum over so many rows is divided."""
-    return max(1, min(32, rows // 64))
-
-
-def _sum_columns(values: Tensor, activated: Tensor | None, passed: Tensor | None, sums: Tensor) -> None:
-    (rows, columns), parts = values.shape, len(sums)
-    _column_sums[(triton.cdiv(columns, 64), parts)](
-        values, activated, passed, sums, rows, columns, sums.stride(0), triton.cdiv(rows, parts),
+def _sum_columns(every: tuple[Tensor, ...], activated: Tensor | None, passed: Tensor | None, dtype: torch.dtype) -> Tensor:
+    (rows, columns), width = every[0].shape, len(every) * every[0].shape[1]
+    parts = max(1, min(64, rows // 64))
+    sums, out = (every[0].new_empty(count, width, dtype=kind) for count, kind in ((parts, torch.float32), (1, dtype)))
+    first, second, third = (*every, *every, *every)[:3]
+    _column_sums[(triton.cdiv(columns, 64), parts, len(every))](
+        first, second, third, activated, passed, sums, rows, columns, width, triton.cdiv(rows, parts),
         ROWS=64, COLUMNS=64, GATED=activated is not None, num_warps=4,
     )  # fmt: skip
+    return _sum_of_parts(sums, out)
 
 
-def _sum_of_parts(sums: Tensor, dtype: torch.dtype) -> Tensor:
+def _sum_of_parts(sums: Tensor, out: Tensor) -> Tensor:
     """[parts, columns] -> [columns]"""
     parts, columns = sums.shape
-    out = sums.new_empty(columns, dtype=dtype)
-    _column_sums[(triton.cdiv(columns, 16), 1)](
-        sums, None, None, out, parts, columns, columns, parts, ROWS=128, COLUMNS=16, GATED=False, num_warps=4
+    _column_sums[(triton.cdiv(columns, 16), 1, 1)](
+        sums, sums, sums, None, None, out, parts, columns, columns, parts, ROWS=128, COLUMNS=16, GATED=False, num_warps=4
     )
-    return out
+    return out.view(-1)
 
 
 @triton.jit

@@ -51,11 +51,12 @@ def plan(token_ids: Tensor, mask: Tensor, size: int, device: torch.device, *, fi
     """
     batch, sequences, length = token_ids.shape
     count = _distinct_prefixes(token_ids.numpy(), mask.numpy())
-    nodes = -room(int(count.max()), device, per_octave=8) // 8 * -8  # attention's kernels want multiples of 8
+    sizes = 8 if size >= LARGE else 2  # the larger the model, the more a place costs beside one more shape to record
+    nodes = -room(int(count.max()), device, per_octave=sizes) // 8 * -8  # attention's kernels want multiples of 8
     if nodes * (6 * size + nodes) < sequences * length * (6 * size + length):
         asked = _distinct_prefixes(token_ids.numpy()[:, first:], mask.numpy()[:, first:]) if first else count
-        return Plan(nodes, min(room(int(asked.sum()), device, per_octave=8), batch * nodes), first)
-    return Plan(None, min(room(int(mask[:, first:].sum()), device, per_octave=8), mask.numel()), first)
+        return Plan(nodes, min(room(int(asked.sum()), device, per_octave=sizes), batch * nodes), first)
+    return Plan(None, min(room(int(mask[:, first:].sum()), device, per_octave=sizes), mask.numel()), first)
 
 
 def _distinct_prefixes(token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -75,7 +75,6 @@ def run(config: Config, *, force: bool = False) -> Path:
     if output.done:
         return output.path
     model = seq2seq.load(inputs["model"].path, device=config.device)
-    seq2seq.fix_sinusoids(model.model)
     check_lengths(model, config.max_source_length, config.max_target_length)
     task = _task(model, config)
     if config.mlm_ratio and families.anatomy(model.model) is None:
