@@ -268,15 +268,18 @@ class Forced:
 
     def log_p(self) -> Tensor:
         """log P(y|x) of every sequence. [batch, sequences]"""
+        return likelihood.sequence_log_p(self.token_log_p(), self._tree.mask)
+
+    def token_log_p(self) -> Tensor:
+        """log P(y^t | y^0 ... y^{t-1}, x) of every token; what is not masked means nothing. [batch, sequences, length]"""
         tree, head = self._tree, self._head
         if head is None:
-            return likelihood.sequence_log_p(likelihood.token_log_p(self._logits, tree.token_ids), tree.mask)
+            return likelihood.token_log_p(self._logits, tree.token_ids)
         nodes = head.scaled(self._nodes.flatten(0, 1)[tree.existing])
         log_sum: Tensor = LogSum.apply(nodes, head.head_weight, head.head_bias)  # type: ignore[no-untyped-call]
         every_log_sum = log_sum.new_zeros(tree.tokens.numel()).index_copy(0, tree.existing, log_sum).view_as(tree.tokens)
         logit = _checkpointed(self._token_logits, self._nodes)
-        log_p = logit - every_log_sum.gather(1, tree.place.flatten(1)).view_as(logit)
-        return likelihood.sequence_log_p(log_p, tree.mask)
+        return logit - every_log_sum.gather(1, tree.place.flatten(1)).view_as(logit)
 
     def _token_logits(self, nodes: Tensor) -> Tensor:
         """Of each token: the scalar product of the state that predicts it with the token's own weights. As `token_ids`"""

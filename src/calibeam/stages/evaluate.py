@@ -41,7 +41,10 @@ OUTPUTS = pa.schema([
     ("rouge1", pa.float64()), ("rouge2", pa.float64()), ("rougeLsum", pa.float64()), ("words", pa.int32()),
     ("repeats", pa.bool_()),
 ])  # fmt: skip
-CANDIDATES = pa.schema([pa.field("setting", pa.string()), *store.SCORED, pa.field("rouge", pa.list_(pa.float32()))])
+CANDIDATES = pa.schema([
+    pa.field("setting", pa.string()), *store.SCORED, pa.field("rouge", pa.list_(pa.float32())),
+    pa.field("pieces", pa.list_(pa.list_(pa.string()))), pa.field("token_log_p", pa.list_(pa.list_(pa.float32()))),
+])  # fmt: skip
 ALWAYS = ("rouge", "repetition")
 STATISTICS = pa.schema([
     ("setting", pa.string()), ("metric", pa.string()), ("id", pa.string()), ("statistics", pa.list_(pa.float64())),
@@ -283,14 +286,42 @@ def _evaluate(
         "metrics": {name: _figures(metric, statistics[name]) for name, metric in measured_by.items()},
         "signature": signature,
     }
-    scored = zip(rows, similarity, candidate_rouge, strict=True)
     how = {"setting": name, "method": method, "seed": config.seed}
-    candidates = [{**how, **row, "similarity": s, "rouge": r} for row, s, r in scored]
+    candidates = [
+        {
+            **how, **row, "similarity": s, "rouge": r, "token_log_p": log_p,
+            "pieces": [model.pieces(token_ids) for token_ids in row["token_ids"]],
+        }
+        for row, s, r, log_p in zip(rows, similarity, candidate_rouge, token_log_p(model, sources, rows), strict=True)
+    ]  # fmt: skip
     return result, outputs, candidates, [
         {"setting": name, "metric": metric, "id": row["id"], "statistics": values}
         for metric, table in statistics.items()
         for row, values in zip(rows, table.tolist(), strict=True)
     ]  # fmt: skip
+
+
+def token_log_p(
+    model: Seq2Seq, sources: Sequence[Sequence[int]], rows: Sequence[dict[str, Any]], *, batch_size: int = 32
+) -> list[list[list[float]]]:
+    """log P of every token of every candidate, under the model that wrote it: what its log_p is the sum of."""
+    import torch
+
+    from calibeam.engine.packing import Forced, Source, plant
+    from calibeam.seq2seq import batches_by_length
+    from calibeam.stages.score import square
+
+    found: dict[int, list[list[float]]] = {}
+    for batch in batches_by_length(sources, batch_size):
+        token_ids = square([rows[index]["token_ids"] for index in batch])
+        with torch.no_grad():
+            ids, mask = (part.view(len(batch), len(token_ids[0]), -1) for part in model.batch([*itertools.chain(*token_ids)]))
+            source = Source(model.model, *model.batch([sources[index] for index in batch]))
+            values = Forced(source, plant(model.model, ids, mask)).token_log_p().tolist()
+        for index, of_source in zip(batch, values, strict=True):
+            candidates = rows[index]["token_ids"]
+            found[index] = [row[: len(tokens)] for row, tokens in zip(of_source, candidates, strict=False)]
+    return [found[index] for index in range(len(rows))]
 
 
 def _metrics(
