@@ -96,11 +96,21 @@ class Seq2Seq:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True).strip()
 
     def pieces(self, token_ids: Iterable[int]) -> list[str]:
-        """Each token as it reads after another, with its space: together they read as the text does."""
-        return [self._pieces[token] for token in token_ids]
+        """Each token as it reads after another, with its space: together they read as the text does.
+
+        Of tokens that are parts of one character, the last has it and the others nothing.
+        """
+        found: list[str] = []
+        parts: tuple[int, ...] = ()
+        for token in token_ids:
+            parts = (*parts, token)
+            unfinished = self._pieces[parts].endswith("\ufffd") and len(parts) < 4
+            found.append("" if unfinished else self._pieces[parts])
+            parts = parts if unfinished else ()
+        return [*found[:-1], self._pieces[parts]] if parts else found
 
     @cached_property
-    def _pieces(self) -> dict[int, str]:
+    def _pieces(self) -> dict[tuple[int, ...], str]:
         return _Pieces(self.tokenizer)
 
     def batch(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
@@ -114,18 +124,18 @@ class Seq2Seq:
         return pad_rows(rows, self.ids.pad, longest)
 
 
-class _Pieces(dict[int, str]):
-    """By token, found once each: a token alone may lose the space before it, so it is read after an "a"."""
+class _Pieces(dict[tuple[int, ...], str]):
+    """How tokens read, found once each: alone, a token may lose the space before it, so it is read after an "a"."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
         self._before = tokenizer.encode("a", add_special_tokens=False)
         self._read = self._decode(self._before)
 
-    def __missing__(self, token: int) -> str:
-        after = self._decode([*self._before, token])
-        self[token] = after.removeprefix(self._read) if after.startswith(self._read) else self._decode([token])
-        return self[token]
+    def __missing__(self, tokens: tuple[int, ...]) -> str:
+        after = self._decode([*self._before, *tokens])
+        self[tokens] = after.removeprefix(self._read) if after.startswith(self._read) else self._decode(list(tokens))
+        return self[tokens]
 
 
 def locate(name: str | Path) -> Path:
