@@ -147,7 +147,7 @@ def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> dict[str, figur
         if found:
             drawn[f"reliability-{kind}"] = figures.line(
                 found, "quantile", "quality", "model", interval=ends,
-                x_title="candidates of a source, from least to most likely", y_title=f"{kind} less the source's mean",
+                x_title="candidates of a source, from least to most likely", y_title=f"{kind} above its mean",
             )  # fmt: skip
     costs = [
         {"stage": stage["name"], "run": each.name, "minutes": stage["seconds"] / 60}

@@ -44,25 +44,29 @@ def line(
     interval: Interval | None = None,
     dash: str = "",
     x_title: str = "",
-    y_title: str = "",
+    y_title: str | None = "",
     log_x: bool = False,
     zero: bool = False,
     points: bool = True,
 ) -> Spec:
-    """y against x, a line for each of `series`, dashed by `dash`, in a band from low to high if `interval` names them."""
+    """y against x, a line for each of `series`, dashed by `dash`, in a band from low to high if `interval` names them.
+
+    Axes are titled by their columns unless given another title; y_title=None leaves the axis bare.
+    """
     values = _copied(rows, {"x": x, "y": y, "series": series, "dash": dash}, interval)
+    y_title = y if y_title == "" else y_title
     places = sorted({row["x"] for row in values if row["x"] is not None})
     ticks = {"values": places} if len(places) <= FEW else {}
     shared = {
         "x": {
             "field": "x", "type": "quantitative", "title": _text(x_title or x), "axis": {"grid": False, **ticks},
-            "scale": {"type": "log" if log_x else "linear", "zero": False, "nice": False, "padding": 8},
+            "scale": {"nice": False, "padding": 8, **({"type": "log"} if log_x else {"zero": False})},
         },
         **_colour(values, STROKES),
         **_dashes(values),
     }  # fmt: skip
-    y_axis: Spec = {"type": "quantitative", "title": _text(y_title or y), "scale": {"zero": zero}}
-    tips = _tooltip(shared["x"]["title"], y_axis["title"], interval, {"series": series, "dash": dash})
+    y_axis: Spec = {"type": "quantitative", "title": y_title and _text(y_title or y), "scale": {"zero": zero}}
+    tips = _tooltip(shared["x"]["title"], _text(y_title or y), interval, {"series": series, "dash": dash})
     drawn = {**shared, "y": {"field": "y", **y_axis}, "tooltip": tips}
     band = {**shared, "y": {"field": "low", **y_axis}, "y2": {"field": "high"}}
     if "strokeDash" in band:
@@ -178,7 +182,7 @@ def _of_labels(
     if interval:
         layer.insert(over, {"mark": "rule", "encoding": whiskers})
     figure = _figure(values, layer)
-    return {**figure, "height": {"step": 30 if several <= 1 else 16}}
+    return {**figure, "height": len(labels) * (30 if several <= 1 else 8 + 16 * several)}
 
 
 def _figure(values: list[dict[str, Any]], layer: list[Spec]) -> Spec:

@@ -64,24 +64,29 @@ def run(config: Config, *, force: bool = False) -> Path:
                 **history(data, calibrated, before, after),
             }
             drawn = draw(findings)
-            text = page.page(
-                "report.html",
-                drawn=drawn,
-                data=_explorer(comparison, before, after, examples[: config.max_examples]),
-                title=config.title,
-                version=calibeam.__version__,
-                found=findings,
-                answer=answer(comparison["rows"]),
-                headline=headline(comparison["rows"]),
-                held=min(len(examples), config.max_examples),
-                curve_name=curve_name,
-            )
-            output.write_text("report.html", text)
+            shown = examples[: config.max_examples]
+            output.write_text("report.html", document(findings, drawn, len(shown), _explorer(comparison, before, after, shown)))
             output.write_json("figures.json", findings)
             for name, figure in drawn.items():
                 figures.save(figure, output.folder / "figures" / name)
     show(comparison)
     return output.path
+
+
+def document(findings: dict[str, Any], drawn: dict[str, figures.Spec], held: int, data: dict[str, str]) -> str:
+    """The page: what was found, the figures, and the data of the examples that it holds."""
+    return page.page(
+        "report.html",
+        drawn=drawn,
+        data=data,
+        title=findings["title"],
+        version=calibeam.__version__,
+        found=findings,
+        answer=answer(findings["rows"]),
+        headline=headline(findings["rows"]),
+        held=held,
+        curve_name=curve_name,
+    )
 
 
 def compare(before: store.Folder, after: store.Folder) -> dict[str, Any]:
@@ -326,7 +331,7 @@ def draw(found: dict[str, Any]) -> dict[str, figures.Spec]:
         if points := [point for point in found["reliability"] if point["kind"] == kind]:
             drawn[f"reliability-{kind}"] = figures.line(
                 points, "quantile", "quality", "model", interval=ends,
-                x_title="candidates of a source, from least to most likely", y_title=f"{title} less the source's mean",
+                x_title="candidates of a source, from least to most likely", y_title=f"{title} above its mean",
             )  # fmt: skip
     if len({row["before"]["num_candidates"] for row in rows}) > 1:
         drawn["candidates"] = figures.line(
@@ -341,9 +346,7 @@ def draw(found: dict[str, Any]) -> dict[str, figures.Spec]:
     drawn["cost"] = figures.bars(costs, "stage", "time", title=unit)
     for curve in found["training"]:
         points = [{"step": step, "value": value} for step, value in curve["points"]]
-        drawn[curve_name(curve)] = figures.line(
-            points, "step", "value", y_title=curve["figure"].replace("_", " "), points=curve["split"] == "validation"
-        )
+        drawn[curve_name(curve)] = figures.line(points, "step", "value", y_title=None, points=curve["split"] == "validation")
     return drawn
 
 

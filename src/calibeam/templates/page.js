@@ -251,7 +251,8 @@ function side(name, packed, key) {
 function tokens({ pieces, tokens }) {
   return pieces.map((piece, place) => {
     const shown = place ? piece : piece.trimStart();
-    const token = make("span", { className: "token", title: `log P ${number(tokens[place], 2)}` }, shown);
+    const mark = /^<[^<>]*>$/.test(piece) ? " mark" : ""; // such as the end token
+    const token = make("span", { className: `token${mark}`, title: `log P ${number(tokens[place], 2)}` }, shown);
     token.style.setProperty("--surprise", Math.min(1, -tokens[place] / SURPRISE).toFixed(2));
     return token;
   });
