@@ -72,7 +72,8 @@ def line(
     if "strokeDash" in band:
         band["detail"] = band.pop("strokeDash")
     marks = [{"mark": {"type": "area", "opacity": 0.14}, "encoding": band}] if interval else []
-    return _figure(values, [*marks, {"mark": {"type": "line", "point": points}, "encoding": drawn}])
+    said = f"{_text(y_title or y)} against {_text(x_title or x)}"
+    return _figure(said, values, [*marks, {"mark": {"type": "line", "point": points}, "encoding": drawn}])
 
 
 def bars(
@@ -115,10 +116,9 @@ def save(spec: Spec, stem: Path) -> list[Path]:
     """Write STEM.svg and STEM.png, on white, as a paper wants them."""
     import vl_convert
 
-    themed = {**spec, "config": theme()}
-    pictures = {".svg": vl_convert.vegalite_to_svg(themed).encode(), ".png": vl_convert.vegalite_to_png(themed, scale=3)}
+    svg = vl_convert.vegalite_to_svg({**spec, "config": theme()})
     written = []
-    for ending, content in pictures.items():
+    for ending, content in ((".svg", svg), (".png", vl_convert.svg_to_png(svg, scale=3))):
         written.append(stem.with_name(stem.name + ending))
         store.write_file(written[-1], content)
     return written
@@ -181,12 +181,14 @@ def _of_labels(
     layer: list[Spec] = [{"mark": mark, "encoding": drawn}]
     if interval:
         layer.insert(over, {"mark": "rule", "encoding": whiskers})
-    figure = _figure(values, layer)
+    figure = _figure(f"{axis['title']} of each {_text(label)}", values, layer)
     return {**figure, "height": len(labels) * (30 if several <= 1 else 8 + 16 * several)}
 
 
-def _figure(values: list[dict[str, Any]], layer: list[Spec]) -> Spec:
-    return {"$schema": "https://vega.github.io/schema/vega-lite/v6.json", **SIZE, "data": {"values": values}, "layer": layer}
+def _figure(said: str, values: list[dict[str, Any]], layer: list[Spec]) -> Spec:
+    """`said` is what it is for those who cannot see it."""
+    schema = "https://vega.github.io/schema/vega-lite/v6.json"
+    return {"$schema": schema, "description": said, **SIZE, "data": {"values": values}, "layer": layer}
 
 
 def _copied(rows: Iterable[Row], names: dict[str, str], interval: Interval | None) -> list[dict[str, Any]]:

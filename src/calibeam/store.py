@@ -67,7 +67,7 @@ class Folder:
         """The same row by row, from one file or from shards in their order; of some columns, and where one has a value."""
         shards = sorted(file for file in self.manifest["files"] if re.fullmatch(rf"{name}-\d+\.parquet", file))
         for file in shards or [f"{name}.parquet"]:
-            with pq.ParquetFile(self.path / file) as parquet:
+            with (self.path / file).open("rb") as opened, pq.ParquetFile(opened) as parquet:
                 if not parquet.schema_arrow.equals(schema):
                     raise CalibeamError(
                         f"{self.path / file} has columns {parquet.schema_arrow.names}, not {schema.names}: another version of "
