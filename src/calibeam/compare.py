@@ -131,11 +131,13 @@ def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> dict[str, figur
     changes = [
         {"decoder": row["setting"], "run": row["run"], **{key: 100 * row[key] for key in ("difference", *ends)}} for row in rows
     ]
-    drawn = {"change": figures.intervals(changes, "decoder", "difference", "run", interval=ends, title="change in R_m")}
+    drawn = {
+        "change": figures.intervals(changes, "decoder", "difference", "run", interval=ends, title="change in R_m", baseline=False)
+    }
     if len({row["before"]["num_candidates"] for row in rows}) > 1:
         points = [point for each in runs for point in _named(each, runs, report.quality(each.found["rows"]))]
         drawn["candidates"] = figures.line(
-            sorted(points, key=lambda point: point["model"].startswith(f"{report.BEFORE} ")), "candidates", "r_m", "model",
+            points, "candidates", "r_m", "model",
             dash="method", interval=ends, x_title="number of candidates", y_title="R_m", log_x=True,
         )  # fmt: skip
     for kind in ("similarity", "rouge"):
@@ -154,7 +156,7 @@ def draw(runs: Sequence[Run], rows: Sequence[dict[str, Any]]) -> dict[str, figur
         for each in runs
         for stage in each.found["stages"]
     ]
-    drawn["cost"] = figures.bars(costs, "stage", "minutes", "run")
+    drawn["cost"] = figures.bars(costs, "stage", "minutes", "run", baseline=False)
     return drawn
 
 

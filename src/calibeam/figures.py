@@ -5,8 +5,9 @@
     save(figure, Path("out/quality"))  # quality.svg and quality.png, for papers
 
 `bars` draws values of named things, `intervals` points with their intervals beside a line at 0. Series take their
-colours in the order in which they first appear, and the first is grey: give the baseline first. A report draws the
-same specification in the browser (`for_page`), where colours follow light and dark.
+colours in the order in which they first appear, and the first is grey: give the baseline first, or say
+`baseline=False` where there is none. A report draws the same specification in the browser (`for_page`), where colours
+follow light and dark.
 
 Rows are copied under names of our own (x, y, low, high, series, dash), so that no text of a user is ever read as the
 name of a field or as an expression: it is data, or a title.
@@ -84,9 +85,10 @@ def bars(
     *,
     interval: Interval | None = None,
     title: str = "",
+    baseline: bool = True,
 ) -> Spec:
     """A bar from 0 to the value of every label, beside each other for each of `series`, with whiskers from low to high."""
-    return _of_labels({"type": "bar"}, rows, label, value, series, interval, title, zero=True)
+    return _of_labels({"type": "bar"}, rows, label, value, series, interval, title, baseline, zero=True)
 
 
 def intervals(
@@ -98,9 +100,12 @@ def intervals(
     interval: Interval,
     title: str = "",
     rule: float | None = 0.0,
+    baseline: bool = True,
 ) -> Spec:
     """A point with its interval for every label, and a line at `rule`: what does not touch it differs."""
-    figure = _of_labels({"type": "point", "filled": True, "size": 70}, rows, label, value, series, interval, title, zero=False)
+    figure = _of_labels(
+        {"type": "point", "filled": True, "size": 70}, rows, label, value, series, interval, title, baseline, zero=False
+    )
     if rule is None:
         return figure
     at = {"data": {"values": [{"y": rule}]}, "mark": {"type": "rule", "strokeDash": [3, 3], "strokeWidth": 1}}
@@ -156,6 +161,7 @@ def _of_labels(
     series: str,
     interval: Interval | None,
     title: str,
+    baseline: bool,
     *,
     zero: bool,
 ) -> Spec:
@@ -168,7 +174,7 @@ def _of_labels(
     beside = {"field": "series", "sort": _in_order(values, "series"), "scale": {"paddingInner": 0.15}}
     apart: Spec = {"yOffset": beside} if several > 1 else {}
     axis: Spec = {"type": "quantitative", "title": _text(title or value), "scale": {"zero": zero}}
-    shared = {"y": place, **apart, **_colour(values)}
+    shared = {"y": place, **apart, **_colour(values, baseline=baseline)}
     drawn = {
         **shared,
         "x": {"field": "y", **axis, "stack": None},
@@ -210,10 +216,11 @@ def _in_order(values: list[dict[str, Any]], field: str) -> list[Any]:
     return list(dict.fromkeys(row[field] for row in values if field in row))
 
 
-def _colour(values: list[dict[str, Any]], legend: Spec | None = None) -> Spec:
+def _colour(values: list[dict[str, Any]], legend: Spec | None = None, *, baseline: bool = True) -> Spec:
     names = _in_order(values, "series")
-    shown = (legend or {}) if len(names) > 1 else None
-    return {"color": {"field": "series", "type": "nominal", "scale": {"domain": names}, "legend": shown}} if names else {}
+    shown = {"values": names, **(legend or {})} if len(names) > 1 else None
+    domain = names if baseline else ["", *names]  # so that nobody has the grey
+    return {"color": {"field": "series", "type": "nominal", "scale": {"domain": domain}, "legend": shown}} if names else {}
 
 
 def _dashes(values: list[dict[str, Any]]) -> Spec:
