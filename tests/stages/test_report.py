@@ -451,6 +451,56 @@ def test_the_figures_are_those_of_both_evaluations(run: Path) -> None:
         assert row["low"] <= row["difference"] <= row["high"]
 
 
+def verdicts(*names: str) -> list[dict[str, Any]]:
+    return [{"setting": f"beam {place}", "verdict": name} for place, name in enumerate(names)]
+
+
+def test_the_answer_goes_by_significant_differences_only() -> None:
+    higher, lower, none = "significantly higher", "significantly lower", "no significant difference"
+    assert report.answer(verdicts(higher, none)) == "Yes: quality rose significantly with 1 of 2 decoders."
+    assert report.answer(verdicts(higher)) == "Yes: quality rose significantly with beam 0."
+    assert report.answer(verdicts(lower, none, lower)) == "No: quality fell significantly with 2 of 3 decoders."
+    assert report.answer(verdicts(higher, lower)).startswith("Mixed: quality rose significantly with 1 of 2 decoders and fell")
+    assert report.answer(verdicts(none, none)).startswith("Not measurably: no significant difference in quality with any decoder")
+
+
+def test_reliability_is_quality_by_rank_of_likelihood(run: Path, figures: dict[str, Any]) -> None:
+    """With as many quantiles as candidates, a source that has all of them gives one to each."""
+    for side, model in (("finetuned", "fine-tuned"), ("calibrated", "calibrated")):
+        by_rank: list[list[float]] = [[], [], [], []]
+        for row in candidates(run, side, "beam 4").values():
+            assert len(row["log_p"]) == 4
+            for rank, (_, quality) in enumerate(sorted(zip(row["log_p"], row["rouge"], strict=True), key=lambda pair: pair[0])):
+                by_rank[rank].append(100 * (quality - np.mean(row["rouge"])))
+        found = [point for point in figures["reliability"] if (point["kind"], point["model"]) == ("rouge", model)]
+        assert [point["quantile"] for point in found] == [1, 2, 3, 4]
+        assert [point["quality"] for point in found] == pytest.approx([np.mean(values) for values in by_rank], abs=1e-6)
+        half = [1.96 * np.std(values, ddof=1) / np.sqrt(len(values)) for values in by_rank]
+        assert [point["high"] - point["quality"] for point in found] == pytest.approx(half, abs=1e-6)
+
+
+def test_lengths_are_shares_of_all_outputs(figures: dict[str, Any], examples: list[Example]) -> None:
+    for name in ("fine-tuned", "calibrated", "references"):
+        assert sum(row["share"] for row in figures["lengths"] if row["of"] == name) == pytest.approx(100)
+    assert {row["of"] for row in figures["lengths"]} == {"fine-tuned", "calibrated", "references"}
+
+
+def test_training_curves_are_what_was_recorded(run: Path, figures: dict[str, Any]) -> None:
+    records = [json.loads(line) for line in (run / "calibrate" / "log.jsonl").read_text().splitlines()]
+    for split, name in (("train", "agreement"), ("validation", "perplexity")):
+        (curve,) = (c for c in figures["training"] if (c["stage"], c["split"], c["figure"]) == ("calibrate", split, name))
+        assert curve["points"] == [[record["step"], record[split][name]] for record in records if split in record]
+
+
+def test_a_long_curve_is_drawn_by_its_means(tmp_path: Path) -> None:
+    lines = [json.dumps({"step": step, "train": {"loss": float(step % 2)}}) for step in range(1, 2001)]
+    (tmp_path / "log.jsonl").write_text("\n".join(lines))
+    (curve,) = report.curves(store.Folder(tmp_path, "", {}))
+    assert len(curve["points"]) == 400
+    assert curve["points"][-1] == (2000, 0.4)  # of 1996 to 2000
+    assert not [*report.curves(store.Folder(tmp_path / "none", "", {}))]
+
+
 # What must not be compared
 
 
