@@ -187,6 +187,16 @@ def test_a_phone_shows_all_of_it(window: Window) -> None:
     assert window.page.locator(".candidates td.text").first.evaluate("e => e.getBoundingClientRect().right <= innerWidth")
 
 
+def test_a_page_with_one_decoder_says_what_it_cannot_show(figures: dict[str, Any]) -> None:
+    found = {**figures, "rows": figures["rows"][:1], "reliability": [], "training": []}
+    drawn = report.draw(found)
+    assert list(drawn) == ["change", "lengths", "cost"]
+    text = report.document(found, drawn, 0, {})
+    for words in ("there is no order to speak of", "Evaluated with one number of candidates only", "Nothing was recorded"):
+        assert words in text
+    assert 'id="explorer"' not in text
+
+
 # The explorer
 
 
@@ -399,7 +409,7 @@ def test_ten_thousand_examples_open_and_scroll(browser: Any, tmp_path: Path, fig
         window.page.wait_for_selector(f"#list .row[aria-posinset='{count}']")
         assert window.page.locator("#list .row").count() < 60
         frames = window.page.evaluate(SCROLL)
-        assert np.median(frames) < 100
+        assert np.median(frames) < 500  # some 20 on an idle machine
         window.page.fill("#search", "example 9999")
         assert window.text("#count") == "1 of 10,000"
         assert window.text("#detail h3") == "example 9999"

@@ -275,7 +275,8 @@ def curves(folder: store.Folder) -> Iterator[dict[str, Any]]:
     for record in map(json.loads, lines):
         for split in ("train", "validation"):
             for name, value in record.get(split, {}).items():
-                found.setdefault((split, name), []).append((record["step"], value))
+                if isinstance(value, int | float):
+                    found.setdefault((split, name), []).append((record["step"], value))
     for (split, name), points in found.items():
         yield {"split": split, "figure": name, "points": _thinned(points)}
 
