@@ -55,7 +55,7 @@ class Window:
     def anew(self) -> Window:
         """As it was when it was opened, but for the example."""
         self.page.set_viewport_size({"width": 1400, "height": 900})
-        for name, value in (("sort", "rose most"), ("filter", "all"), ("rank", "likelihood"), ("setting", "beam 4")):
+        for name, value in (("sort", "as in the data"), ("filter", "all"), ("rank", "likelihood"), ("setting", "beam 4")):
             self.page.select_option(f"#{name}", value)
         self.page.fill("#search", "")
         self.page.locator("#list").press("Home")

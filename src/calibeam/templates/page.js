@@ -135,7 +135,7 @@ class Explorer {
     this.controls = Object.fromEntries(["search", "setting", "sort", "filter", "rank"].map((name) => [name, one(`#${name}`)]));
     const { search, setting, sort, filter, rank } = this.controls;
     offer(setting, index.settings.map((each) => each.name), index.settings[index.shown].name);
-    offer(sort, Object.keys(SORTS), "rose most");
+    offer(sort, Object.keys(SORTS), "as in the data");
     offer(filter, Object.keys(FILTERS), "all");
     offer(rank, Object.keys(RANKS), "likelihood");
     setting.addEventListener("change", () => this.read());
