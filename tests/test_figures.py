@@ -74,7 +74,7 @@ def test_intervals_beside_a_line_at_zero(tmp_path: Path) -> None:
     assert len(marks(drawn(spec, tmp_path), "rule")) == 3
 
 
-def test_hostile_names_are_text_and_nothing_else(tmp_path: Path) -> None:
+def test_fault_44_hostile_names_are_text_and_nothing_else(tmp_path: Path) -> None:
     def named(row: dict[str, Any]) -> dict[str, Any]:
         return {key + HOSTILE: value + HOSTILE if isinstance(value, str) else value for key, value in row.items()}
 

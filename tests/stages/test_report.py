@@ -200,7 +200,7 @@ def test_a_page_with_one_decoder_says_what_it_cannot_show(figures: dict[str, Any
 # The explorer
 
 
-def test_every_example_opens_with_all_its_candidates(window: Window, run: Path, examples: list[Example]) -> None:
+def test_fault_44_every_example_opens_with_all_its_candidates(window: Window, run: Path, examples: list[Example]) -> None:
     """Every hostile text is an example's, so this also sees that each is shown as it is."""
     sides = [candidates(run, side, "beam 4") for side in ("finetuned", "calibrated")]
     window.page.locator("#list").focus()
@@ -322,7 +322,7 @@ def test_the_keyboard_is_enough(window: Window) -> None:
 # What a page may do
 
 
-def test_the_policy_lets_nothing_else_run(browser: Any, page: Path) -> None:
+def test_fault_44_the_policy_lets_nothing_else_run(browser: Any, page: Path) -> None:
     window = Window(browser, page)
     attempts = {
         "eval": "eval('window.ran = 1')",
@@ -361,7 +361,7 @@ def poisoned(value: Any, names: dict[str, str], key: str = "") -> Any:
     return names.setdefault(value, value + HOSTILE[len(names) % len(HOSTILE)])
 
 
-def test_hostile_names_of_everything_are_text(browser: Any, tmp_path: Path, figures: dict[str, Any]) -> None:
+def test_fault_44_hostile_names_of_everything_are_text(browser: Any, tmp_path: Path, figures: dict[str, Any]) -> None:
     """Names of decoders, stages, models, metrics and columns, settings and their values, signatures, notes, versions."""
     found = poisoned(json.loads(json.dumps(figures).replace('"squad_qg"', json.dumps(MARKUP[0]))), {})
     for stage in found["stages"]:
