@@ -18,7 +18,7 @@ import calibeam
 from calibeam import store
 from calibeam.stages import STAGES, decode, evaluate, prepare
 
-VERBS = [*(name for name in STAGES if name not in ("report", "export")), "run", "calibrate-model", "tasks", "doctor"]
+VERBS = [*(name for name in STAGES if name not in ("report", "export")), "run", "calibrate-model", "compare", "tasks", "doctor"]
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
 ENVIRONMENT["PYTHONPATH"] = str(Path(calibeam.__file__).parents[1])  # the same calibeam, wherever it runs
 

@@ -232,6 +232,18 @@ def test_text_comes_back_without_special_tokens(pair: Seq2Seq) -> None:
         assert pair.text([*rows[0], 0, 0]) == text
 
 
+def test_pieces_read_as_the_text_does(pair: Seq2Seq) -> None:
+    """Also where a character is several tokens: bytes."""
+    text = "the naïve red fox ran 日本語 …"
+    (ids,), _ = pair.encode_targets([text], 64)
+    pieces = pair.pieces(ids)
+    assert len(pieces) == len(ids) > len(text.split()) + 1
+    assert "".join(pieces) == text + pair.tokenizer.eos_token
+    assert "\ufffd" not in "".join(pieces)
+    (japanese,), _ = pair.encode_targets(["日本"], 64)
+    assert "".join(pair.pieces(japanese[:-2])) == "日\ufffd"  # cut within a character
+
+
 def test_a_batch_is_padded_on_the_right(pair: Seq2Seq) -> None:
     ids, mask = pair.batch([[5, 6, 7], [8], []])
     assert ids.tolist() == [[5, 6, 7], [8, 0, 0], [0, 0, 0]]

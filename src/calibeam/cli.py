@@ -169,6 +169,24 @@ def calibrate_model(
 
 
 @app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN_A RUN_B [...]", help="the output folders of finished runs")],
+    out: Annotated[Path | None, typer.Option("--out", help="a page to write, such as compare.html")] = None,
+) -> None:
+    """Put finished runs side by side: what each gained, whether it beats the first, and what was done differently.
+
+    Reads:   the folders of two runs or more, each with its report
+
+    Writes:  a table to the terminal, and with --out a self-contained page
+
+    Example: calibeam compare out/demo out/other --out compare.html
+    """
+    from calibeam import compare as comparison
+
+    comparison.run(runs, out)
+
+
+@app.command()
 def tasks() -> None:
     """List the datasets known by name, for `calibeam prepare task=NAME [path=FOLDER]`, with the paper's figures.
 

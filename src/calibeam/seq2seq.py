@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,6 +95,24 @@ class Seq2Seq:
     def text(self, token_ids: Iterable[int]) -> str:
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True).strip()
 
+    def pieces(self, token_ids: Iterable[int]) -> list[str]:
+        """Each token as it reads after another, with its space: together they read as the text does.
+
+        Of tokens that are parts of one character, the last has it and the others nothing.
+        """
+        found: list[str] = []
+        parts: tuple[int, ...] = ()
+        for token in token_ids:
+            parts = (*parts, token)
+            unfinished = self._pieces[parts].endswith("\ufffd") and len(parts) < 4
+            found.append("" if unfinished else self._pieces[parts])
+            parts = parts if unfinished else ()
+        return [*found[:-1], self._pieces[parts]] if parts else found
+
+    @cached_property
+    def _pieces(self) -> dict[tuple[int, ...], str]:
+        return _Pieces(self.tokenizer)
+
     def batch(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:
         """Token ids, padded, and the mask of those that are not padding. [rows, longest], int64 and bool"""
         ids, mask = pad_rows(rows, self.ids.pad)
@@ -103,6 +122,20 @@ class Seq2Seq:
         """The same on the host, as long as fits many batches; `most` is the longest there may be."""
         longest = room(max(map(len, rows)), self.device, per_octave=per_octave, most=most)
         return pad_rows(rows, self.ids.pad, longest)
+
+
+class _Pieces(dict[tuple[int, ...], str]):
+    """How tokens read, found once each: alone, a token may lose the space before it, so it is read after an "a"."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._decode = partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        self._before = tokenizer.encode("a", add_special_tokens=False)
+        self._read = self._decode(self._before)
+
+    def __missing__(self, tokens: tuple[int, ...]) -> str:
+        after = self._decode([*self._before, *tokens])
+        self[tokens] = after.removeprefix(self._read) if after.startswith(self._read) else self._decode(list(tokens))
+        return self[tokens]
 
 
 def locate(name: str | Path) -> Path:

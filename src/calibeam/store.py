@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 import calibeam
@@ -63,15 +64,20 @@ class Folder:
         """A table, checked against the schema it should have."""
         return [*self.stream(name, schema)]
 
-    def stream(self, name: str, schema: pa.Schema) -> Iterator[dict[str, Any]]:
-        """The same row by row, from one file or from shards in their order."""
+    def stream(
+        self, name: str, schema: pa.Schema, *, columns: Sequence[str] | None = None, where: tuple[str, str] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """The same row by row, from one file or from shards in their order; of some columns, and where one has a value."""
         shards = sorted(file for file in self.manifest["files"] if re.fullmatch(rf"{name}-\d+\.parquet", file))
         for file in shards or [f"{name}.parquet"]:
-            with pq.ParquetFile(self.path / file) as parquet:
+            with (self.path / file).open("rb") as opened, pq.ParquetFile(opened) as parquet:
                 if not parquet.schema_arrow.equals(schema):
-                    raise CalibeamError(f"{self.path / file} has columns {parquet.schema_arrow.names}, not {schema.names}")
-                for batch in parquet.iter_batches(1024):
-                    yield from batch.to_pylist()
+                    raise CalibeamError(
+                        f"{self.path / file} has columns {parquet.schema_arrow.names}, not {schema.names}: another version of "
+                        f"calibeam wrote it. Remove {self.path} and run `{self.manifest['kind']}` again"
+                    )
+                for batch in parquet.iter_batches(1024, columns=columns and [*columns, *(where or ())[:1]]):
+                    yield from (batch.filter(pc.equal(batch[where[0]], where[1])) if where else batch).to_pylist()
 
     def examples(self, split: str) -> list[Example]:
         return [*self.stream_examples(split)]
@@ -93,6 +99,14 @@ class Folder:
         for name, folder in inputs.items():
             if self.manifest["origin"]["inputs"].get(name) != folder.digest:
                 raise CalibeamError(f"{self.path} was made with another {name} than {folder.path}")
+
+    def input(self, name: str, kind: str) -> Folder:
+        """What this stage was made from: beside it, if the whole run was moved, or else where it was."""
+        place = self.manifest["input_places"][name]
+        moved = self.path / os.path.relpath(place, self.manifest["settings"]["output"])
+        folder = read(moved if (moved / MANIFEST).is_file() else place, kind)
+        self.must_come_from(**{name: folder})
+        return folder
 
     @property
     def splits(self) -> list[str]:
@@ -122,6 +136,11 @@ def read_files(places: Sequence[str]) -> Folder:
     digests = [rows.digest(place) for place in places]
     together = digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
     return Folder(Path(places[0]), together, {})
+
+
+def kind(path: Path) -> str:
+    """Which stage wrote a folder; nothing where none did."""
+    return _manifest(path)["kind"] if (path / MANIFEST).is_file() else ""
 
 
 def verify(path: Path, manifest: dict[str, Any]) -> None:
@@ -234,7 +253,10 @@ class Output:
         return rows if [row["id"] for row in rows] == ids else None
 
     def write_json(self, name: str, value: Any) -> None:
-        (self.folder / name).write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+        self.write_text(name, json.dumps(value, indent=2) + "\n")
+
+    def write_text(self, name: str, text: str) -> None:
+        (self.folder / name).write_text(text, encoding="utf-8")
 
     def append_log(self, record: dict[str, Any]) -> None:
         with (self.folder / "log.jsonl").open("a", encoding="utf-8") as file:
@@ -287,11 +309,11 @@ def is_free(path: Path) -> bool:
     return False
 
 
-def write_file(path: Path, text: str) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     """One file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(text, encoding="utf-8")
+    partial.write_bytes(content.encode() if isinstance(content, str) else content)
     sync(partial)
     os.replace(partial, path)
     sync(path.parent)

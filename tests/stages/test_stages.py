@@ -493,6 +493,24 @@ def test_the_output_is_the_candidate_that_ranks_first(evaluation: store.Folder, 
         assert (output["output"], output["log_p"]) == (row["texts"][0], row["log_p"][0])
 
 
+def test_every_token_has_its_log_p_and_reads_as_in_the_text(evaluation: store.Folder, tuned: str) -> None:
+    """The log-probs are those of the model's own logits."""
+    folder = seq2seq.locate(tuned)
+    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    examples = store.read(evaluation.manifest["input_places"]["data"], "prepare").examples("test")
+    sources = {example.id: tokenizer(example.source, truncation=True, max_length=24, return_tensors="pt") for example in examples}
+    for row in evaluation.rows("candidates", evaluate.CANDIDATES):
+        assert [sum(values) for values in row["token_log_p"]] == pytest.approx(row["log_p"], abs=1e-4)
+        for ids, pieces, text in zip(row["token_ids"], row["pieces"], row["texts"], strict=True):
+            ending = tokenizer.convert_ids_to_tokens(ids[-1:]) if ids[-1] == tokenizer.eos_token_id else []
+            assert pieces[len(ids) - len(ending) :] == ending
+            assert "".join(pieces[: len(ids) - len(ending)]).strip() == text
+        labels = torch.tensor([row["token_ids"][0]])
+        with torch.no_grad():
+            log_p = model(**sources[row["id"]], labels=labels).logits.log_softmax(-1).gather(-1, labels[..., None])[0, :, 0]
+        assert row["token_log_p"][0] == pytest.approx(log_p.tolist(), abs=1e-4)
+
+
 @pytest.mark.parametrize("kind", ["similarity", "rouge"])
 def test_agreement_is_the_share_of_pairs_in_the_same_order(kind: str, evaluation: store.Folder, results: dict[str, Any]) -> None:
     candidates = evaluation.rows("candidates", evaluate.CANDIDATES)

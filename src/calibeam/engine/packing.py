@@ -312,19 +312,30 @@ class Forced:
 
     def log_p(self) -> Tensor:
         """log P(y|x) of every sequence that is asked for it. [batch, sequences]"""
-        return -self.cross_entropy()
+        return likelihood.sequence_log_p(self.token_log_p(), self._tree.mask[:, self._tree.first :])
+
+    def token_log_p(self) -> Tensor:
+        """log P(y^t | y^0 ... y^{t-1}, x) of their tokens; what is not masked means nothing. [batch, sequences, length]"""
+        if self._head is None:
+            asked = slice(self._tree.first, None)
+            return likelihood.token_log_p(self._logits[:, asked], self._tree.token_ids[:, asked])
+        return self._told(self._head, 0.0)
 
     def cross_entropy(self, smoothing: float = 0.0) -> Tensor:
         """-log P(y|x) of these sequences, or what label smoothing makes of it. [batch, sequences]"""
+        token_ids, mask = (each[:, self._tree.first :] for each in (self._tree.token_ids, self._tree.mask))
+        if self._head is None:
+            return likelihood.smoothed_cross_entropy(self._logits[:, self._tree.first :], token_ids, mask, smoothing)
+        return -likelihood.sequence_log_p(self._told(self._head, smoothing), mask)
+
+    def _told(self, head: Head, smoothing: float) -> Tensor:
+        """log P of tokens, mixed with the mean over the vocabulary. [batch, sequences, length]"""
         tree, asked = self._tree, slice(self._tree.first, None)
-        token_ids, mask = tree.token_ids[:, asked], tree.mask[:, asked]
-        head = self._head
-        if head is None:
-            return likelihood.smoothed_cross_entropy(self._logits[:, asked], token_ids, mask, smoothing)
+        token_ids = tree.token_ids[:, asked]
         gain = _checkpointed(lambda nodes: head.gain(_at(tree, nodes)[:, asked], token_ids, smoothing), self._nodes)
         log_sum = head.log_sum(self._nodes.flatten(0, 1)[tree.asked])
         every = log_sum.new_zeros(tree.tokens.numel()).index_copy(0, tree.asked, log_sum).view_as(tree.tokens)
-        return likelihood.sequence_log_p(every.gather(1, tree.place[:, asked].flatten(1)).view_as(gain) - gain, mask)
+        return gain - every.gather(1, tree.place[:, asked].flatten(1)).view_as(gain)
 
     def regularization(self, function: Callable[..., Tensor], reference: Forced | None) -> Tensor:
         """A function of Eq. 2 on the first sequence of every source, some sources at a time. [batch]

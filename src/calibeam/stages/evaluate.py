@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +41,10 @@ OUTPUTS = pa.schema([
     ("rouge1", pa.float64()), ("rouge2", pa.float64()), ("rougeLsum", pa.float64()), ("words", pa.int32()),
     ("repeats", pa.bool_()),
 ])  # fmt: skip
-CANDIDATES = pa.schema([pa.field("setting", pa.string()), *store.SCORED, pa.field("rouge", pa.list_(pa.float32()))])
+CANDIDATES = pa.schema([
+    pa.field("setting", pa.string()), *store.SCORED, pa.field("rouge", pa.list_(pa.float32())),
+    pa.field("pieces", pa.list_(pa.list_(pa.string()))), pa.field("token_log_p", pa.list_(pa.list_(pa.float32()))),
+])  # fmt: skip
 ALWAYS = ("rouge", "repetition")
 STATISTICS = pa.schema([
     ("setting", pa.string()), ("metric", pa.string()), ("id", pa.string()), ("statistics", pa.list_(pa.float64())),
@@ -122,7 +125,7 @@ def run(config: Config, *, force: bool = False) -> Path:
             for method, num_candidates, alpha in itertools.product(config.methods, config.num_candidates, config.length_alphas)
         ]
         output.write_rows("outputs", (row for _, rows, _, _ in results for row in rows), OUTPUTS)
-        output.write_rows("candidates", (row for _, _, rows, _ in results for row in rows), CANDIDATES)
+        output.write_rows("candidates", with_tokens(evaluated, sources, [rows for _, _, rows, _ in results]), CANDIDATES)
         output.write_rows("statistics", (row for _, _, _, rows in results for row in rows), STATISTICS)
         figures = {
             "split": config.split,
@@ -296,6 +299,48 @@ def _evaluate(
         for metric, table in statistics.items()
         for row, values in zip(rows, table.tolist(), strict=True)
     ]  # fmt: skip
+
+
+def with_tokens(
+    model: Seq2Seq, sources: Sequence[Sequence[int]], settings: Sequence[Sequence[dict[str, Any]]]
+) -> Iterator[dict[str, Any]]:
+    """The candidates of every setting, each with its tokens and their log-probs.
+
+    Settings find many of the same candidates, so those of a source are computed at once, each of them once.
+    """
+    distinct = [[*dict.fromkeys(tuple(ids) for row in rows for ids in row["token_ids"])] for rows in zip(*settings, strict=True)]
+    log_p = token_log_p(model, sources, distinct)
+    found = [dict(zip(ids, values, strict=True)) for ids, values in zip(distinct, log_p, strict=True)]
+    for rows in settings:
+        for row, values in zip(rows, found, strict=True):
+            yield {
+                **row,
+                "pieces": [model.pieces(token_ids) for token_ids in row["token_ids"]],
+                "token_log_p": [values[tuple(token_ids)] for token_ids in row["token_ids"]],
+            }
+
+
+def token_log_p(
+    model: Seq2Seq, sources: Sequence[Sequence[int]], candidates: Sequence[Sequence[Sequence[int]]], *, together: int = 320
+) -> list[list[list[float]]]:
+    """log P of every token of every candidate, some sources with at most so many candidates together."""
+    import torch
+
+    from calibeam.engine.packing import Forced, Source, plant
+    from calibeam.seq2seq import batches_by_length
+    from calibeam.stages.score import square
+
+    found: dict[int, list[list[float]]] = {}
+    at_once = max(1, together // max(map(len, candidates), default=1))
+    for batch in display.track(batches_by_length(sources, at_once), "  tokens' log-probs"):
+        token_ids = square([[*candidates[index]] for index in batch])
+        with torch.no_grad():
+            ids, mask = (part.view(len(batch), len(token_ids[0]), -1) for part in model.batch([*itertools.chain(*token_ids)]))
+            source = Source(model.model, *model.batch([sources[index] for index in batch]))
+            values = Forced(source, plant(model.model, ids, mask)).token_log_p().tolist()
+        for index, of_source in zip(batch, values, strict=True):
+            found[index] = [row[: len(tokens)] for row, tokens in zip(of_source, candidates[index], strict=False)]
+    return [found[index] for index in range(len(candidates))]
 
 
 def _metrics(

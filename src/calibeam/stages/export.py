@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibeam import display, store
+from calibeam import display, page, store
 from calibeam.recipe import StageConfig, option
-from calibeam.stages.report import compare, render
+from calibeam.stages.report import compare
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +42,7 @@ def run(config: Config, *, force: bool = False) -> Path:
 def card(calibrated: store.Folder, before: store.Folder, after: store.Folder, name: str) -> str:
     """What was done, and what it changed."""
     settings = calibrated.manifest["settings"]
-    return render(
+    return page.fill(
         "card.md",
         name=name,
         base=public_name(settings["model"]),

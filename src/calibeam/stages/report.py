@@ -1,34 +1,41 @@
 """Write one self-contained page that says what calibration changed.
 
 Reads:   the folders written by evaluate, before and after, and by calibrate
-Writes:  report.html, with tables, plots and outputs side by side; figures.json behind it
+Writes:  report.html, with tables, figures and every example; figures/, the same as SVG and PNG; figures.json behind them
 Example: calibeam report out/data.toml
 """
 
 from __future__ import annotations
 
-import base64
-import io
+import itertools
 import json
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import calibeam
-from calibeam import display, significance, store
+from calibeam import display, explorer, figures, page, significance, store
 from calibeam.paper import official
-from calibeam.paper.rouge import ROUGE_KINDS
 from calibeam.recipe import StageConfig, option
-from calibeam.records import CalibeamError
+from calibeam.records import CalibeamError, Example
 from calibeam.stages.evaluate import ALWAYS, CANDIDATES, OUTPUTS, STATISTICS
 
 if TYPE_CHECKING:
     import numpy as np
 
 BEFORE, AFTER = "fine-tuned", "calibrated"
-COLOURS = {BEFORE: "#8a8f98", AFTER: "#1f8a70"}
-SAMPLES = 5
+SIDES = {"before": BEFORE, "after": AFTER}
+QUANTILES = 10
+MOST_POINTS = 400
+"""Of a training curve; of longer ones, the means of so many parts are drawn."""
+UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
+TABLES = {
+    "outputs": (OUTPUTS, OUTPUTS.names[2:]),
+    "candidates": (CANDIDATES, ["log_p", "similarity", "rouge", "pieces", "token_log_p"]),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +44,7 @@ class Config(StageConfig):
     after: str = option(help="the folder written by evaluate for the calibrated model", identity=False)
     calibrated: str = option(help="the folder written by calibrate", identity=False)
     title: str = option("What calibration changed", "of the page")
+    max_examples: int = option(10_000, "examples that the page holds to look at", at_least=0)
 
 
 def run(config: Config, *, force: bool = False) -> Path:
@@ -46,19 +54,39 @@ def run(config: Config, *, force: bool = False) -> Path:
     comparison = compare(before, after)
     if not output.done:
         with output.writing():
-            page = render(
-                "report.html",
-                title=config.title,
-                version=calibeam.__version__,
-                comparison=comparison,
-                plots=_plots(comparison, before, after, calibrated),
-                samples=_samples(comparison, before, after),
-                stages=_history(calibrated, before, after),
-            )
-            (output.folder / "report.html").write_text(page, encoding="utf-8")
-            output.write_json("figures.json", comparison)
+            data = before.input("data", "prepare")
+            examples = data.examples(comparison["split"])[: comparison["examples"]]
+            findings = {
+                "title": config.title,
+                **comparison,
+                "reliability": reliability(comparison, before, after),
+                "lengths": lengths(comparison, before, after, examples),
+                **history(data, calibrated, before, after),
+            }
+            drawn = draw(findings)
+            shown = examples[: config.max_examples]
+            output.write_text("report.html", document(findings, drawn, len(shown), _explorer(comparison, before, after, shown)))
+            output.write_json("figures.json", findings)
+            for name, figure in drawn.items():
+                figures.save(figure, output.folder / "figures" / name)
     show(comparison)
     return output.path
+
+
+def document(findings: dict[str, Any], drawn: dict[str, figures.Spec], held: int, data: dict[str, str]) -> str:
+    """The page: what was found, the figures, and the data of the examples that it holds."""
+    return page.page(
+        "report.html",
+        drawn=drawn,
+        data=data,
+        title=findings["title"],
+        version=calibeam.__version__,
+        found=findings,
+        answer=answer(findings["rows"]),
+        headline=headline(findings["rows"]),
+        held=held,
+        curve_name=curve_name,
+    )
 
 
 def compare(before: store.Folder, after: store.Folder) -> dict[str, Any]:
@@ -72,15 +100,15 @@ def compare(before: store.Folder, after: store.Folder) -> dict[str, Any]:
         raise CalibeamError(f"{before.path} and {after.path} were not decoded and measured in the same ways")
     if (left["split"], left["examples"]) != (right["split"], right["examples"]):
         raise CalibeamError(f"{before.path} and {after.path} evaluate different examples")
-    statistics, others = _statistics(before), _statistics(after)
+    of_before, of_after = statistics(before), statistics(after)
     rows = []
     for result, other in shared:
         setting, measured = result["setting"], []
         for metric in (metric for metric in result["metrics"] if metric in other["metrics"]):
             if result["metrics"][metric]["signature"] != other["metrics"][metric]["signature"]:
                 raise CalibeamError(f"{before.path} and {after.path} were not measured by {metric} in the same way")
-            figures = official.figures_of(metric, list(result["metrics"][metric]["figures"]))
-            found = significance.paired(statistics[setting, metric], others[setting, metric], figures)
+            wanted = official.figures_of(metric, list(result["metrics"][metric]["figures"]))
+            found = significance.paired(of_before[setting, metric], of_after[setting, metric], wanted)
             measured += [{"metric": metric, "figure": name, **f._asdict(), "verdict": f.verdict} for name, f in found.items()]
         r_m = next(figure for figure in measured if figure["figure"] == "r_m")
         difference = other["r_m"] - result["r_m"]
@@ -99,12 +127,12 @@ def show(comparison: dict[str, Any]) -> None:
         [
             (
                 row["setting"],
-                _from_to(row, "r_m", ".2f"),
+                from_to(row, "r_m", ".2f"),
                 f"{100 * row['difference']:+.2f}",
                 f"{100 * row['low']:+.1f} … {100 * row['high']:+.1f}",
                 f"{row['p']:.3f}",
-                _from_to(row, "repetition_rate", ".1f"),
-                _from_to(row, "similarity_agreement", ".1f"),
+                from_to(row, "repetition_rate", ".1f"),
+                from_to(row, "similarity_agreement", ".1f"),
             )
             for row in comparison["rows"]
         ],
@@ -131,30 +159,139 @@ def show(comparison: dict[str, Any]) -> None:
     )
 
 
-def _from_to(row: dict[str, Any], figure: str, form: str) -> str:
+def from_to(row: dict[str, Any], figure: str, form: str) -> str:
     before, after = row["before"][figure], row["after"][figure]
     return "" if before is None or after is None else f"{100 * before:{form}} → {100 * after:{form}}"
 
 
-def render(template: str, **values: Any) -> str:
-    """A template of this folder; what goes into HTML is escaped, in Markdown it is not markup that can run."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+# What is found
 
-    environment = Environment(
-        loader=FileSystemLoader(Path(__file__).parent),
-        autoescape=template.endswith(".html"),
-        undefined=StrictUndefined,
-        trim_blocks=False,
-        keep_trailing_newline=True,
-    )
-    return environment.get_template(template).render(**values)
+
+def headline(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The setting to speak of first: the one with most candidates, where calibration matters most."""
+    return max(rows, key=lambda row: row["before"]["num_candidates"])
+
+
+def answer(rows: list[dict[str, Any]]) -> str:
+    """Did it help? In one sentence, by significant differences only."""
+    verdicts = Counter(row["verdict"] for row in rows)
+
+    def some(verdict: str) -> str:
+        return f"{verdicts[verdict]} of {len(rows)} decoders" if len(rows) > 1 else rows[0]["setting"]
+
+    higher, lower = "significantly higher", "significantly lower"
+    if verdicts[higher] and verdicts[lower]:
+        return f"Mixed: quality rose significantly with {some(higher)} and fell with {some(lower)}."
+    if verdicts[higher]:
+        return f"Yes: quality rose significantly with {some(higher)}."
+    if verdicts[lower]:
+        return f"No: quality fell significantly with {some(lower)}."
+    return f"Not measurably: no significant difference in quality with {'any decoder' if len(rows) > 1 else rows[0]['setting']}."
+
+
+def reliability(comparison: dict[str, Any], before: store.Folder, after: store.Folder) -> list[dict[str, Any]]:
+    """Quality by quantile of likelihood among the candidates of a source, as its distance from the source's mean.
+
+    Where likelihood is calibrated it rises from the least likely candidates to the most likely ones.
+    """
+    import numpy as np
+
+    chosen, columns = headline(comparison["rows"]), ("log_p", "similarity", "rouge")
+    quantiles = min(QUANTILES, chosen["before"]["num_candidates"])
+    found = []
+    for folder, name in ((before, BEFORE), (after, AFTER)):
+        parts: dict[str, list[list[float]]] = {kind: [[] for _ in range(quantiles)] for kind in columns[1:]}
+        for row in folder.stream("candidates", CANDIDATES, columns=columns, where=("setting", chosen["setting"])):
+            order, count = np.argsort(row["log_p"], kind="stable"), len(row["log_p"])
+            for kind in parts if count > 1 else ():
+                quality = np.array(row[kind]) - np.mean(row[kind])
+                for rank, candidate in enumerate(order):
+                    parts[kind][rank * quantiles // count].append(quality[candidate])
+        found += [
+            {"kind": kind, "model": name, "quantile": quantile, **_mean_with_interval(values, 100 if kind == "rouge" else 1)}
+            for kind, by_quantile in parts.items()
+            for quantile, values in enumerate(by_quantile, start=1)
+            if values
+        ]
+    return found
+
+
+def _mean_with_interval(values: list[float], scale: float) -> dict[str, float]:
+    """The mean, and where it would lie in 95 of 100 such samples, by the normal distribution."""
+    mean = math.fsum(values) / len(values)
+    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1) / len(values))
+    return {"quality": scale * mean, "low": scale * (mean - 1.96 * spread), "high": scale * (mean + 1.96 * spread)}
+
+
+def lengths(
+    comparison: dict[str, Any], before: store.Folder, after: store.Folder, examples: list[Example]
+) -> list[dict[str, Any]]:
+    """Which share of outputs, and of references, has how many words."""
+    where = ("setting", headline(comparison["rows"])["setting"])
+    words = {
+        name: [row["words"] for row in folder.stream("outputs", OUTPUTS, columns=["words"], where=where)]
+        for folder, name in ((before, BEFORE), (after, AFTER))
+    }
+    words["references"] = [len(target.split()) for example in examples for target in example.targets]
+    width = math.ceil((max(map(max, words.values())) + 1) / 40)
+    return [
+        {"of": name, "words": width * part, "share": 100 * counts[part] / len(values)}
+        for name, values in words.items()
+        for counts in [Counter(value // width for value in values)]
+        for part in range(min(counts), max(counts) + 1)
+    ]
+
+
+def history(
+    data: store.Folder, calibrated: store.Folder, before: store.Folder, after: store.Folder
+) -> dict[str, list[dict[str, Any]]]:
+    """The stages behind the page in the order the data walked, and what training recorded."""
+    scored = calibrated.input("scored", "score")
+    folders = {"prepare": data, "finetune": _trained(calibrated), "decode": scored.input("candidates", "decode"),
+               "score": scored, "calibrate": calibrated, f"evaluate {BEFORE}": before, f"evaluate {AFTER}": after}  # fmt: skip
+    kept = ("seconds", "started", "counts", "notes", "settings", "versions")
+    there = {name: folder for name, folder in folders.items() if folder is not None}
+    return {
+        "stages": [{"name": name, **{key: folder.manifest.get(key) for key in kept}} for name, folder in there.items()],
+        "training": [{"stage": name, **curve} for name, folder in there.items() for curve in curves(folder)],
+    }
+
+
+def _trained(calibrated: store.Folder) -> store.Folder | None:
+    """The stage that wrote the fine-tuned model, if it is one of ours and still there."""
+    try:
+        place = Path(calibrated.manifest["input_places"]["model"])
+        calibrated.must_come_from(model=store.read_model(place))
+        return store.read(place.parent, "finetune")
+    except (CalibeamError, OSError):
+        return None
+
+
+def curves(folder: store.Folder) -> Iterator[dict[str, Any]]:
+    """Every figure that a training stage recorded, by its steps."""
+    file = folder.path / "log.jsonl"
+    lines = file.read_text(encoding="utf-8").splitlines() if file.is_file() else []
+    found: dict[tuple[str, str], list[tuple[int, float]]] = {}
+    for record in map(json.loads, lines):
+        for split in ("train", "validation"):
+            for name, value in record.get(split, {}).items():
+                if isinstance(value, int | float):
+                    found.setdefault((split, name), []).append((record["step"], value))
+    for (split, name), points in found.items():
+        yield {"split": split, "figure": name, "points": _thinned(points)}
+
+
+def _thinned(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    size = math.ceil(len(points) / MOST_POINTS)
+    parts = (points[first : first + size] for first in range(0, len(points), size))
+    return [(part[-1][0], math.fsum(value for _, value in part) / len(part)) for part in parts]
 
 
 def _results(folder: store.Folder) -> dict[str, Any]:
     return json.loads((folder.path / "results.json").read_text(encoding="utf-8"))
 
 
-def _statistics(folder: store.Folder) -> dict[tuple[str, str], np.ndarray]:
+def statistics(folder: store.Folder) -> dict[tuple[str, str], np.ndarray]:
     """By setting and metric, of every example. [examples, k]"""
     import numpy as np
 
@@ -164,117 +301,66 @@ def _statistics(folder: store.Folder) -> dict[tuple[str, str], np.ndarray]:
     return {key: np.array(rows) for key, rows in found.items()}
 
 
-def _samples(comparison: dict[str, Any], before: store.Folder, after: store.Folder) -> list[dict[str, Any]]:
-    """The outputs that rose most, those that fell most and some in between, for the last setting both have."""
-    setting = comparison["rows"][-1]["setting"]
-    data = store.read(before.manifest["input_places"]["data"], "prepare")
-    before.must_come_from(data=data)  # its place is a path, and may hold another run's by now
-    examples = {example.id: example for example in data.examples(comparison["split"])}
-    left, right = (
-        {row["id"]: row for row in folder.rows("outputs", OUTPUTS) if row["setting"] == setting} for folder in (before, after)
-    )
+def _explorer(comparison: dict[str, Any], before: store.Folder, after: store.Folder, examples: list[Example]) -> dict[str, str]:
+    def some(folder: store.Folder, table: str, setting: str) -> Iterable[dict[str, Any]]:
+        schema, columns = TABLES[table]
+        return itertools.islice(folder.stream(table, schema, columns=columns, where=("setting", setting)), len(examples))
 
-    def change(name: str) -> float:
-        return sum(right[name][kind] - left[name][kind] for kind in ROUGE_KINDS) / len(ROUGE_KINDS)
-
-    order = sorted(left, key=change, reverse=True)
-    middle = order[SAMPLES:-SAMPLES][:: max(1, len(order) // SAMPLES)][:SAMPLES]
-    groups = (("Rose most", order[:SAMPLES]), ("In between", middle), ("Fell most", order[-SAMPLES:]))
-    return [
-        {
-            "kind": kind,
-            "setting": setting,
-            "rows": [
-                {"example": examples[name], "before": left[name], "after": right[name], "change": change(name)}
-                for name in dict.fromkeys(names)
-            ],
-        }
-        for kind, names in groups
+    names = [row["setting"] for row in comparison["rows"]]
+    settings = [
+        explorer.Setting(
+            name,
+            (some(before, "outputs", name), some(after, "outputs", name)),
+            (some(before, "candidates", name), some(after, "candidates", name)),
+        )
+        for name in names
     ]
+    return explorer.pack(examples, settings, names.index(headline(comparison["rows"])["setting"])) if examples else {}
 
 
-def _history(calibrated: store.Folder, before: store.Folder, after: store.Folder) -> list[dict[str, Any]]:
-    """The manifests behind the page, in the order the data walked, as far back as they are still there."""
-    scored = store.read(calibrated.manifest["input_places"]["scored"], "score")
-    decoded = store.read(scored.manifest["input_places"]["candidates"], "decode")
-    prepared = store.read(decoded.manifest["input_places"]["data"], "prepare")
-    return [folder.manifest for folder in (prepared, decoded, scored, calibrated, before, after)]
+# What is drawn
 
 
-def _plots(comparison: dict[str, Any], before: store.Folder, after: store.Folder, calibrated: store.Folder) -> dict[str, str]:
-    return {
-        "Quality against number of candidates": _plot_candidates(comparison),
-        "Likelihood against similarity, before and after": _plot_likelihood(comparison, before, after),
-        "Training": _plot_training(calibrated),
+def draw(found: dict[str, Any]) -> dict[str, figures.Spec]:
+    """Every figure of the page, by its name there and in figures/."""
+    rows, ends = found["rows"], ("low", "high")
+    changes = [{"decoder": row["setting"], **{key: 100 * row[key] for key in ("difference", *ends)}} for row in rows]
+    drawn = {
+        "change": figures.intervals(changes, "decoder", "difference", interval=ends, title="change in R_m, with its 95% interval")
     }
-
-
-def _plot_candidates(comparison: dict[str, Any]) -> str:
-    figure, axes = _figure(1)
-    methods = dict.fromkeys((row["before"]["method"], row["before"]["length_alpha"]) for row in comparison["rows"])
-    for (method, alpha), marker in zip(methods, "os^Dvx" * len(methods), strict=False):
-        rows = [row for row in comparison["rows"] if (row["before"]["method"], row["before"]["length_alpha"]) == (method, alpha)]
-        for side, name in (("before", BEFORE), ("after", AFTER)):
-            axes[0].plot(
-                [row[side]["num_candidates"] for row in rows], [100 * row[side]["r_m"] for row in rows],
-                marker=marker, color=COLOURS[name], label=f"{name}, {method}" + (f", alpha {alpha:g}" if alpha else ""),
+    for kind, title in (("similarity", "similarity"), ("rouge", "mean ROUGE")):
+        if points := [point for point in found["reliability"] if point["kind"] == kind]:
+            drawn[f"reliability-{kind}"] = figures.line(
+                points, "quantile", "quality", "model", interval=ends,
+                x_title="candidates of a source, from least to most likely", y_title=f"{title} above its mean",
             )  # fmt: skip
-    axes[0].set(xlabel="candidates", ylabel="R_m")
-    axes[0].legend(frameon=False)
-    return _svg(figure)
+    if len({row["before"]["num_candidates"] for row in rows}) > 1:
+        drawn["candidates"] = figures.line(
+            quality(rows), "candidates", "r_m", "model", interval=ends, dash="method",
+            x_title="number of candidates", y_title="R_m", log_x=True,
+        )  # fmt: skip
+    drawn["lengths"] = figures.line(
+        found["lengths"], "words", "share", "of", x_title="words", y_title="% of outputs", points=False, zero=True
+    )
+    unit, size = next(((unit, size) for unit, size in UNITS if max(s["seconds"] for s in found["stages"]) >= 2 * size), UNITS[-1])
+    costs = [{"stage": stage["name"], "time": stage["seconds"] / size} for stage in found["stages"]]
+    drawn["cost"] = figures.bars(costs, "stage", "time", title=unit)
+    for curve in found["training"]:
+        points = [{"step": step, "value": value} for step, value in curve["points"]]
+        drawn[curve_name(curve)] = figures.line(points, "step", "value", y_title=None, points=curve["split"] == "validation")
+    return drawn
 
 
-def _plot_likelihood(comparison: dict[str, Any], before: store.Folder, after: store.Folder) -> str:
-    """Candidates of the setting with most of them, each as its distance from its source's mean."""
-    import numpy as np
-
-    setting = max(comparison["rows"], key=lambda row: row["before"]["num_candidates"])["setting"]
-    figure, axes = _figure(2, sharex=True, sharey=True)
-    for axis, folder, name in zip(axes, (before, after), (BEFORE, AFTER), strict=True):
-        points = [
-            np.stack([np.array(row[key]) - np.mean(row[key]) for key in ("log_p", "similarity")])
-            for row in folder.rows("candidates", CANDIDATES)
-            if row["setting"] == setting and len(row["log_p"]) > 1
-        ]
-        axis.set(title=f"{name}, {setting}", xlabel="log P less the source's mean")
-        if not points:
-            continue
-        log_p, similarity = np.concatenate(points, axis=1)
-        axis.plot(log_p, similarity, ".", markersize=2, alpha=0.25, color=COLOURS[name], rasterized=True)
-        edges = np.unique(np.quantile(log_p, np.linspace(0, 1, 11)))
-        places = np.clip(np.searchsorted(edges, log_p, side="right") - 1, 0, max(len(edges) - 2, 0))
-        means = [(log_p[places == tenth].mean(), similarity[places == tenth].mean()) for tenth in np.unique(places)]
-        axis.plot(*zip(*means, strict=True), "-o", color="#d1495b", markersize=4, label="mean by tenth of likelihood")
-        axis.legend(frameon=False)
-    axes[0].set_ylabel("similarity less the source's mean")
-    return _svg(figure)
+def curve_name(curve: dict[str, Any]) -> str:
+    return f"training-{curve['stage']}-{curve['split']}-{curve['figure']}"
 
 
-def _plot_training(calibrated: store.Folder) -> str:
-    lines = (calibrated.path / "log.jsonl").read_text(encoding="utf-8").splitlines()
-    steps = [record for record in map(json.loads, lines) if "train" in record]
-    figure, axes = _figure(3)
-    for axis, key in zip(axes, ("calibration", "regularization", "agreement"), strict=True):
-        axis.plot([record["step"] for record in steps], [record["train"][key] for record in steps], color=COLOURS[AFTER])
-        axis.set(title=key, xlabel="step")
-    return _svg(figure)
-
-
-def _figure(columns: int, **options: Any) -> tuple[Any, Sequence[Any]]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.6 * columns if columns < 3 else 11, 3.4), layout="constrained")
-    axes = figure.subplots(1, columns, squeeze=False, **options)[0]
-    for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
-    return figure, axes
-
-
-def _svg(figure: Any) -> str:
-    """As a data URI: an image can run nothing, whatever text is in it."""
-    import matplotlib
-
-    with io.BytesIO() as stream, matplotlib.rc_context({"svg.hashsalt": "calibeam"}):
-        figure.savefig(stream, format="svg", dpi=120, metadata={"Date": None})
-        return "data:image/svg+xml;base64," + base64.b64encode(stream.getvalue()).decode()
+def quality(rows: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """R_m of every setting before and after, with its interval."""
+    for side, name in SIDES.items():
+        for row in rows:
+            alpha, figure = row[side]["length_alpha"], row[side]["metrics"]["rouge"]["figures"]["r_m"]
+            yield {
+                "model": name, "method": row[side]["method"] + (f", alpha {alpha:g}" if alpha else ""),
+                "candidates": row[side]["num_candidates"], "r_m": figure["value"], "low": figure["low"], "high": figure["high"],
+            }  # fmt: skip

@@ -155,8 +155,8 @@ def similarities(
         with torch.no_grad():
             input_ids, mask = tuned.batch([sources[index] for index in batch])
             source = Source(tuned.model, input_ids, mask)
-            texts = _square([rows[index]["texts"] for index in batch])
-            candidates = outputs(tuned, source, texts, _square([rows[index]["token_ids"] for index in batch]))
+            texts = square([rows[index]["texts"] for index in batch])
+            candidates = outputs(tuned, source, texts, square([rows[index]["token_ids"] for index in batch]))
             best: Tensor | None = None
             for reference in range(max(len(targets[index]) for index in batch)):
                 # A row with fewer references repeats its last one, which changes no maximum.
@@ -189,7 +189,7 @@ def outputs(tuned: Seq2Seq, source: Source, texts: list[list[str]], token_ids: l
     )
 
 
-def _square(rows: list[list[Any]]) -> list[list[Any]]:
+def square(rows: list[list[Any]]) -> list[list[Any]]:
     """Rows of equal number, the shorter ones filled up with their last."""
     most = max(map(len, rows))
     return [row + row[-1:] * (most - len(row)) for row in rows]
