@@ -16,6 +16,7 @@ import typer
 
 import calibeam
 from calibeam import display, functions, pipeline, recipe, stages
+from calibeam.presets import PRESETS
 from calibeam.records import CalibeamError
 
 app = typer.Typer(
@@ -130,8 +131,11 @@ def calibrate_model(
     bad_rows: Annotated[str, typer.Option(help="error or skip: what to do with rows that cannot be used")] = "error",
     max_source_length: Annotated[int, typer.Option(help="source tokens; longer sources are cut")] = 512,
     max_target_length: Annotated[int, typer.Option(help="target and output tokens")] = 128,
-    num_candidates: Annotated[int, typer.Option(help="candidates per training source")] = 15,
-    learning_rate: Annotated[float, typer.Option(help="of calibration: the one setting worth trying several of")] = 1e-5,
+    num_candidates: Annotated[int | None, typer.Option(help="candidates per training source; 15, or the preset's")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="of calibration: the one setting worth trying several of; 1e-5, or the preset's")
+    ] = None,
+    preset: Annotated[str, typer.Option(help=f"settings by name: {', '.join(PRESETS)}")] = "slic",
     work: Annotated[Path | None, typer.Option(help="folder of the stages; OUTPUT-work if not given")] = None,
     settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE", help="any other setting")] = None,
     force: Force = False,
@@ -155,17 +159,22 @@ def calibrate_model(
             "train": str(train), "validation": str(validation), "test": str(test or ""), "bad_rows": bad_rows,
             "source_column": source_column, "target_columns": target_column or ["target"], "id_column": id_column,
         },
+        "preset": preset,
         "decode": {
-            "num_candidates": num_candidates, "max_source_length": max_source_length, "max_new_tokens": max_target_length,
+            **_given(num_candidates=num_candidates), "max_source_length": max_source_length, "max_new_tokens": max_target_length,
         },
         "score": {"max_target_length": max_target_length},
-        "calibrate": {"learning_rate": learning_rate, **lengths},
+        "calibrate": {**_given(learning_rate=learning_rate), **lengths},
         "evaluate": {"max_new_tokens": max_target_length, **lengths},
         "export": {"output": str(output)},
     }  # fmt: skip
     tables = recipe.override(tables, settings or [], allow_code=allow_code)
     pipeline.run(tables, force=force)
     pipeline.finish(tables)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 @app.command()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import tomllib
 import types
 import typing
@@ -161,6 +162,7 @@ def _takes_function(wanted: Any) -> bool:
     return wanted is Callable or typing.get_origin(wanted) is Callable or any(map(_takes_function, typing.get_args(wanted)))
 
 
+@functools.cache
 def _types_of(config_class: type) -> dict[str, Any]:
     return typing.get_type_hints(config_class)
 
