@@ -37,5 +37,5 @@ def test_a_preset_does_not_ask_for_fine_tuning() -> None:
 
 
 def test_an_unknown_preset_is_refused_with_the_nearest() -> None:
-    with pytest.raises(CalibeamError, match="unknown preset bri; did you mean brio?"):
+    with pytest.raises(CalibeamError, match="unknown preset bri; did you mean brio"):
         pipeline.plan({**RECIPE, "preset": "bri"})

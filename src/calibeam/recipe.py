@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import tomllib
 import types
 import typing
@@ -50,8 +49,9 @@ class StageConfig:
     output: str = option(help="the folder to write", identity=False)
 
     def __post_init__(self) -> None:
+        types_of = _types_of(type(self))
         for field in dataclasses.fields(self):
-            _check(field, _types_of(type(self))[field.name], getattr(self, field.name))
+            _check(field, types_of[field.name], getattr(self, field.name))
 
     def identity(self) -> dict[str, Any]:
         """The settings that determine the stage's result, as plain data."""
@@ -123,8 +123,9 @@ def build(config_class: type[StageConfig], table: str, values: dict[str, Any]) -
     ]
     if missing:
         raise CalibeamError(f"{table} needs {' and '.join(missing)}")
+    types_of = _types_of(config_class)
     try:
-        return config_class(**{key: _ready(value, _types_of(config_class)[key]) for key, value in values.items()})
+        return config_class(**{key: _ready(value, types_of[key]) for key, value in values.items()})
     except CalibeamError as error:
         raise CalibeamError(f"{table}.{error}") from None
 
@@ -162,7 +163,6 @@ def _takes_function(wanted: Any) -> bool:
     return wanted is Callable or typing.get_origin(wanted) is Callable or any(map(_takes_function, typing.get_args(wanted)))
 
 
-@functools.cache
 def _types_of(config_class: type) -> dict[str, Any]:
     return typing.get_type_hints(config_class)
 
