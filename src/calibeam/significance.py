@@ -76,7 +76,13 @@ def paired(
 
 
 def relative(
-    before: Sequence[np.ndarray], after: Sequence[np.ndarray], figures: Figures, name: str, *, samples: int = SAMPLES, seed: int = 0
+    before: Sequence[np.ndarray],
+    after: Sequence[np.ndarray],
+    figures: Figures,
+    name: str,
+    *,
+    samples: int = SAMPLES,
+    seed: int = 0,
 ) -> Difference:
     """The mean over datasets of one figure, of two systems, and by which share of the first the second is higher.
 

@@ -70,10 +70,13 @@ def _rows(subject: Subject, config: Config) -> Iterator[Row]:
             continue
         for name, patch in factor.rows.items():
             own = overlay(shared, factor.held if as_paper else {}, patch)
-            grid = {}
-            if factor.takes_best:
-                grid = {"learning_rates": config.learning_rates, "betas": () if name == "reward" else config.betas}
-            yield Row(subject.task, {"group": group, "row": name}, subject.points(CALIBRATED, own, **grid), BASELINE)
+            points = subject.points(
+                CALIBRATED,
+                own,
+                learning_rates=config.learning_rates if factor.takes_best else (),
+                betas=config.betas if factor.takes_best and name != "reward" else (),
+            )
+            yield Row(subject.task, {"group": group, "row": name}, points, BASELINE)
 
 
 def make_table(records: Sequence[Record]) -> table.Table:
@@ -87,7 +90,7 @@ def make_table(records: Sequence[Record]) -> table.Table:
             "chosen on validation": lambda record: record["tried"],
         },
         {"Δ R_m (95%)": table.delta, "p": table.p_value, "paper's Δ": table.paper_delta},
-        ["Δ: change of R_m relative to the fine-tuned model with its best alpha. The paper's Δ is of its figures on the same tasks."],
+        ["Δ: change of R_m relative to the fine-tuned model with its best alpha. The paper's Δ is of the same tasks."],
     )
 
 

@@ -8,15 +8,16 @@ counted) is None.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from calibeam import store
 from calibeam.paper.calibration import PAIR_LOSSES
 from calibeam.paper.flops import decoder_flops, encoder_flops, total_flops
+from calibeam.paper.regularization import WITHOUT_REFERENCE
 from calibeam.pipeline import Step
 from calibeam.records import CalibeamError
 from calibeam.tasks import TASKS
@@ -25,6 +26,9 @@ from calibeam.tasks.task import SPLITS
 CHARACTERS_PER_TOKEN = 4
 TOKENS_PER_WORD = 1.3
 FORWARD_AND_BACKWARD = 3
+
+Once = Callable[[float], float]
+"""The FLOPs of one source and so many outputs."""
 
 
 @dataclass(frozen=True)
@@ -62,38 +66,69 @@ def is_there(step: Step) -> bool:
 
 def flops(step: Step) -> float | None:
     """All that the step computes."""
-    if step.stage not in ("pretrain", "finetune", "decode", "score", "calibrate", "evaluate"):
+    if step.stage not in FLOPS:
         return 0.0
     size, data, config = size_of(step), data_of(step), step.config
-    if step.stage == "pretrain" and size:
-        once = size.flops(config.max_source_length, config.max_target_length, 1)
-        return FORWARD_AND_BACKWARD * config.max_steps * config.batch_size * once
     if size is None or data is None:
         return None
-    source, most = data.source_length, getattr(config, "max_source_length", data.source_length)
-    target = min(data.target_length, getattr(config, "max_new_tokens", getattr(config, "max_target_length", data.target_length)))
+    longest = getattr(config, "max_new_tokens", getattr(config, "max_target_length", data.target_length))
+    source = min(data.source_length, getattr(config, "max_source_length", data.source_length))
+    return FLOPS[step.stage](step, data, partial(size.flops, source, min(data.target_length, longest)))
 
-    def once(candidates: float) -> float:
-        return size.flops(min(source, most), target, candidates)
 
-    if step.stage == "decode":
-        return data.examples[config.split] * once(config.num_candidates)
-    if step.stage == "score":
-        return data.examples["train"] * once(_ancestor(step, "decode").config.num_candidates + 1)
-    if step.stage == "evaluate":
-        number = config.num_candidates[0]
-        examples = min(config.max_examples or data.examples[config.split], data.examples[config.split])
-        return examples * (once(number) + once(number + 1) + once(1))  # search, similarity, perplexity
-    seen = config.max_steps * config.batch_size or config.num_train_epochs * data.examples["train"]
-    validations = 1 + seen / (config.eval_steps * config.batch_size or data.examples["train"])
-    validated = min(config.select_examples or data.examples["validation"], data.examples["validation"])
-    validating = validations * validated * (once(config.select_num_beams) + once(1))
-    if step.stage == "finetune":
-        return FORWARD_AND_BACKWARD * seen * once(1) + (validating if config.select == "rouge" else 0)
-    pair = config.loss in {loss.__name__ for loss in PAIR_LOSSES} and config.pairs == "sampled"
+def _pretrain(step: Step, data: Data, once: Once) -> float:
+    return FORWARD_AND_BACKWARD * step.config.max_steps * step.config.batch_size * once(1)
+
+
+def _finetune(step: Step, data: Data, once: Once) -> float:
+    validating = _validating(step, data, once) if step.config.select == "rouge" else 0.0
+    return FORWARD_AND_BACKWARD * _seen(step, data) * once(1) + validating
+
+
+def _decode(step: Step, data: Data, once: Once) -> float:
+    return data.examples[step.config.split] * once(step.config.num_candidates)
+
+
+def _score(step: Step, data: Data, once: Once) -> float:
+    """Every candidate, and the target."""
+    return data.examples["train"] * once(_ancestor(step, "decode").config.num_candidates + 1)
+
+
+def _calibrate(step: Step, data: Data, once: Once) -> float:
+    """Two candidates or all of them, the target, and the target once more for the reference."""
+    config = step.config
+    pair = config.pairs == "sampled" and config.loss in {loss.__name__ for loss in PAIR_LOSSES}
     candidates = 2 if pair else _ancestor(step, "decode").config.num_candidates
-    reference = 0 if config.regularizer in ("none", "cross_entropy") else once(1)
-    return seen * (FORWARD_AND_BACKWARD * once(candidates + 1) + reference) + validating
+    reference = 0.0 if config.regularizer in {function.__name__ for function in WITHOUT_REFERENCE} else once(1)
+    training = _seen(step, data) * (FORWARD_AND_BACKWARD * once(candidates + 1) + reference)
+    return training + _validating(step, data, once)
+
+
+def _evaluate(step: Step, data: Data, once: Once) -> float:
+    """The search, similarity, and perplexity."""
+    number, examples = step.config.num_candidates[0], data.examples[step.config.split]
+    return min(step.config.max_examples or examples, examples) * (once(number) + once(number + 1) + once(1))
+
+
+def _seen(step: Step, data: Data) -> float:
+    """Examples that are trained on, each as often as it is."""
+    return step.config.max_steps * step.config.batch_size or step.config.num_train_epochs * data.examples["train"]
+
+
+def _validating(step: Step, data: Data, once: Once) -> float:
+    config, examples = step.config, data.examples["validation"]
+    times = 1 + _seen(step, data) / (config.eval_steps * config.batch_size or data.examples["train"])
+    return times * min(config.select_examples or examples, examples) * (once(config.select_num_beams) + once(1))
+
+
+FLOPS: dict[str, Callable[[Step, Data, Once], float]] = {
+    "pretrain": _pretrain,
+    "finetune": _finetune,
+    "decode": _decode,
+    "score": _score,
+    "calibrate": _calibrate,
+    "evaluate": _evaluate,
+}
 
 
 def seconds(steps: Iterable[Step]) -> dict[str, float]:
@@ -165,10 +200,10 @@ def _layers(stack: Any) -> int:
 
 
 def data_of(step: Step) -> Data | None:
-    """Of the data that a step reads: as prepared, or as the paper has it."""
-    prepared = next((need for need in in_line(step) if need.stage == "prepare"), None)
-    if prepared is None:
-        return None
+    """Of the data that a step reads: as prepared, or as the paper has it. Pretraining fills its sequences."""
+    if step.stage == "pretrain":
+        return Data({}, step.config.max_source_length, step.config.max_target_length)
+    prepared = _ancestor(step, "prepare")
     return prepared_data(prepared.config.output) if is_there(prepared) else published_data(prepared.config.task)
 
 

@@ -55,7 +55,9 @@ def make_table(records: Sequence[Record]) -> table.Table:
             "rep%": lambda record: table.figure(record["repetition"]),
             "paper (500M)": table.paper_rouge,
         },
-        notes=["Since fewer candidates: the relative change of R_m from the line above, with fewer candidates of the same model."],
+        notes=[
+            "Since fewer candidates: the relative change of R_m from the line above, with fewer candidates of the same model."
+        ],
     )
 
 

@@ -8,7 +8,6 @@ Example: calibeam study final mine.toml 'study.tasks=["samsum", "webnlg_en"]' 'p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from functools import partial
 
 from calibeam import figures
 from calibeam.presets import PRESETS
@@ -29,15 +28,12 @@ def rows(subjects: Sequence[Subject], config: Config) -> list[Row]:
 def _rows(subject: Subject, config: Config) -> Iterator[Row]:
     held = overlay(PRESETS["slic"], decoder(subject.tables, "beam")) if config.around == "paper" else {}
     yield Row(subject.task, BASELINE, subject.points(FINE_TUNED, held, alphas=config.alphas))
-    points = subject.points(
-        CALIBRATED, held, learning_rates=config.learning_rates, num_candidates=config.calibrated_num_beams
-    )
+    points = subject.points(CALIBRATED, held, learning_rates=config.learning_rates, num_candidates=config.calibrated_num_beams)
     yield Row(subject.task, {"model": "calibrated"}, points, BASELINE)
 
 
 def make_table(records: Sequence[Record]) -> table.Table:
     """Turned about: a line for every task, as in the paper."""
-    official = partial(table.scores, names=("official_rouge1", "official_rouge2", "official_rouge_l"))
     lines = []
     for tuned in (record for record in records if record["model"] == "fine-tuned"):
         calibrated = next(one for one in records if (one["task"], one["model"]) == (tuned["task"], "calibrated"))
@@ -45,8 +41,8 @@ def make_table(records: Sequence[Record]) -> table.Table:
         paper = TASKS[name].paper if name in TASKS else None
         system, best = published.BEFORE.get(name, ("", ""))
         lines.append([
-            tuned["task"], system, best, _printed(paper and paper.finetuned), _printed(paper and paper.calibrated),
-            official(tuned), official(calibrated), tuned.get("official_metric", ""),
+            tuned["task"], system, best, _printed(paper.finetuned if paper else ()), _printed(paper.calibrated if paper else ()),
+            _official(tuned), _official(calibrated), tuned.get("official_metric", ""),
             table.figure(tuned["r_m"]), table.figure(calibrated["r_m"]), table.delta(calibrated), table.p_value(calibrated),
             "; ".join(filter(None, (tuned.get("tried", ""), calibrated.get("tried", "")))),
         ])  # fmt: skip
@@ -61,13 +57,15 @@ def make_table(records: Sequence[Record]) -> table.Table:
     return table.Table("Final results", columns, lines, notes)
 
 
-def _printed(scores: Sequence[float | None] | None) -> str:
-    return "/".join("-" if score is None else f"{score:.2f}" for score in scores or ())
+def _official(record: Record) -> str:
+    return table.scores(record, "official_rouge1", "official_rouge2", "official_rouge_l")
+
+
+def _printed(scores: Sequence[float | None]) -> str:
+    return "/".join("-" if score is None else f"{score:.2f}" for score in scores)
 
 
 def make_figure(records: Sequence[Record]) -> figures.Spec:
     shown = [one for one in records if one["model"] == "calibrated" and one["delta"] is not None]
     shown.sort(key=lambda one: one["task"] == ALL)
-    return figures.intervals(
-        shown, "task", "delta", interval=("delta_low", "delta_high"), title="Δ R_m against fine-tuned, %"
-    )
+    return figures.intervals(shown, "task", "delta", interval=("delta_low", "delta_high"), title="Δ R_m against fine-tuned, %")

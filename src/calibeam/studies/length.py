@@ -35,12 +35,13 @@ def _rows(subject: Subject, config: Config) -> Iterator[Row]:
     held = overlay(SHARED, decoder(subject.tables, "beam"), {"calibrate": {"regularizer": "cross_entropy"}})
     if config.around == "recipe":
         held = {}
-    beta_plays_no_part = subject.tables.get("calibrate", {}).get("loss") == "reward"
-    grid = {"learning_rates": config.learning_rates, "betas": () if beta_plays_no_part else config.betas}
-    for slic, model, tried in (("no", FINE_TUNED, {}), ("yes", CALIBRATED, grid)):
-        for alpha, alphas in (("no", (0.0,)), ("yes", config.alphas)):
-            labels = {"slic": slic, "alpha": alpha}
-            yield Row(subject.task, labels, subject.points(model, held, alphas=alphas, **tried), BASELINE)
+    loss = subject.tables.get("calibrate", {}).get("loss", "rank")
+    rates, betas = config.learning_rates, () if loss == "reward" else config.betas
+    for alpha, alphas in (("no", (0.0,)), ("yes", config.alphas)):
+        yield Row(subject.task, {"slic": "no", "alpha": alpha}, subject.points(FINE_TUNED, held, alphas=alphas), BASELINE)
+    for alpha, alphas in (("no", (0.0,)), ("yes", config.alphas)):
+        points = subject.points(CALIBRATED, held, learning_rates=rates, betas=betas, alphas=alphas)
+        yield Row(subject.task, {"slic": "yes", "alpha": alpha}, points, BASELINE)
 
 
 def make_table(records: Sequence[Record]) -> table.Table:
@@ -58,7 +59,7 @@ def make_table(records: Sequence[Record]) -> table.Table:
     return table.pivot(
         "Length normalisation",
         [*gold, *records],
-        {"slic": "SLiC", "alpha": "α"},
+        {"slic": "SLiC", "alpha": "alpha"},
         {
             "R1/R2/RL": table.rouge,
             "rep% (95%)": lambda record: table.between(record, "repetition"),

@@ -152,7 +152,7 @@ def subjects(tables: Tables, config: Config, split: str) -> list[Subject]:
     if not config.tasks:
         name = tables.get("prepare", {}).get("task", "") or Path(tables.get("output", "")).name
         return [Subject(name, tables, config, split)]
-    patches = config.tasks if isinstance(config.tasks, dict) else dict.fromkeys(config.tasks, {})
+    patches = config.tasks if isinstance(config.tasks, dict) else {name: {} for name in config.tasks}
     return [Subject(name, _for_task(tables, name, patch), config, split) for name, patch in patches.items()]
 
 

@@ -1,10 +1,10 @@
-"""What a study found, as flat records: a row of a table for every row of the plan, and one over all tasks where there are several."""
+"""What a study found, as flat records: one for every row of the plan, and one over all tasks where there are several."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 ALL = "all tasks"
 Record = dict[str, Any]
-Published = Callable[[Row], Scores | None]
-"""The paper's figures for a row."""
+Paper = Mapping[tuple[object, ...], Mapping[str, Scores]]
 OFFICIAL = {
     "rouge": ("rouge1", "rouge2", "rougeLsum"),
     "gem": ("rouge1", "rouge2", "rougeL"),
@@ -65,24 +64,39 @@ def best(row: Row) -> Point:
     return max(row.points, key=validation_r_m) if row.is_open else row.points[0]
 
 
-def records(found: Sequence[Found], published: Published) -> list[Record]:
-    """Of every row, in the order of the plan, and then, where there are several tasks, of every row over all of them."""
+def is_decided(row: Row) -> bool:
+    """Whether everything is there that a choice depends on."""
+    return all(map(cost.is_there, row.trials))
+
+
+def likely(row: Row) -> Point:
+    """The point that will be measured; the first, where that is not known yet."""
+    return best(row) if is_decided(row) else row.points[0]
+
+
+def records(found: Sequence[Found], paper: Paper, published_tasks: Mapping[str, str]) -> list[Record]:
+    """Of every row, in the order of the plan, and then, where there are several tasks, of every row over all of them.
+
+    paper: its own figures by labels and task; published_tasks: the name under which the paper has each task.
+    """
     rows = {(each.row.task, *each.row.labels.values()): each for each in found}
     tasks = list(dict.fromkeys(each.row.task for each in found))
     made: dict[tuple[Any, ...], Record] = {}
     for key, each in rows.items():
-        made[key] = _record(each, _baseline(each, rows)) | _paper(published(each.row))
+        published_task = published_tasks[each.row.task]
+        printed = paper.get(tuple(each.row.labels.values()), {}).get(published_task)
+        made[key] = {"published_task": published_task, **_record(each, _baseline(each, rows)), **_paper(printed)}
     for each in found if len(tasks) > 1 else ():
         alike = [rows.get((task, *each.row.labels.values())) for task in tasks]
         if None not in alike and (ALL, *each.row.labels.values()) not in made:
             some = [one for one in alike if one is not None]
-            printed = [made[(task, *each.row.labels.values())]["paper_r_m"] for task in tasks]
+            known = [made[(task, *each.row.labels.values())]["paper_r_m"] for task in tasks]
             made[(ALL, *each.row.labels.values())] = {
                 "task": ALL,
                 **each.row.labels,
                 "r_m": sum(_r_m(one)["value"] for one in some) / len(some),
                 **_change(some, [_baseline(one, rows) for one in some]),
-                "paper_r_m": None if None in printed else sum(printed) / len(printed),
+                "paper_r_m": None if None in known else sum(known) / len(known),
             }
     for each in found:
         for task in (each.row.task, ALL):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from calibeam.figures import Spec
 from calibeam.studies.records import ALL, Record
 
 Cell = Callable[[Record], str]
@@ -70,7 +71,7 @@ def paper_rouge(record: Record) -> str:
 
 
 def r_m(record: Record) -> str:
-    return f"{figure(record['r_m'])} ({figure(record['r_m_low'])} … {figure(record['r_m_high'])})"
+    return between(record, "r_m")
 
 
 def delta(record: Record) -> str:
@@ -79,12 +80,22 @@ def delta(record: Record) -> str:
     return f"{record['delta']:+.2f}% ({figure(record['delta_low'], '+.2f')} … {figure(record['delta_high'], '+.2f')})"
 
 
+def paper_delta(record: Record) -> str:
+    return "" if record.get("paper_delta") is None else f"{record['paper_delta']:+.2f}%"
+
+
+def between(record: Record, name: str) -> str:
+    """A figure with its interval, if it has one."""
+    ends = [record.get(f"{name}_{end}") for end in ("low", "high")]
+    return figure(record[name]) + ("" if None in ends else f" ({figure(ends[0])} … {figure(ends[1])})")
+
+
 def p_value(record: Record) -> str:
     return "" if record.get("p") is None else f"{record['p']:.4f}"
 
 
 def figure(value: float | None, form: str = ".2f") -> str:
-    return "–" if value is None else format(value, form)
+    return "-" if value is None else format(value, form)
 
 
 def as_csv(records: Sequence[Record]) -> str:
@@ -121,5 +132,4 @@ def by_task(records: Sequence[Record], draw: Callable[[Sequence[Record]], Spec])
 
 def beside(specs: Mapping[str, Spec]) -> Spec:
     titled = [{**spec, "title": _escaped(title)} for title, spec in specs.items()]
-    shared = {key: titled[0].pop(key) for key in ("$schema",)}
-    return titled[0] if len(titled) == 1 else {**shared, "concat": titled, "columns": 2}
+    return titled[0] if len(titled) == 1 else {"$schema": titled[0]["$schema"], "concat": titled, "columns": 2}
