@@ -13,7 +13,7 @@ from calibeam import figures
 from calibeam.studies import published, table
 from calibeam.studies.ablation import REWARD, SHARED
 from calibeam.studies.plan import CALIBRATED, FINE_TUNED, Config, Row, Subject, decoder, overlay
-from calibeam.studies.records import Record
+from calibeam.studies.records import ALL, Record
 
 SPLIT = "validation"
 PAPER = published.DECODING
@@ -62,10 +62,14 @@ def make_table(records: Sequence[Record]) -> table.Table:
 
 
 def make_figure(records: Sequence[Record]) -> figures.Spec:
-    return table.by_task(
-        records,
-        lambda some: figures.line(
-            some, "candidates", "r_m", "model", interval=("r_m_low", "r_m_high"), dash="decoder",
-            x_title="candidates", y_title="R_m", log_x=True,
-        ),
-    )  # fmt: skip
+    """A panel for every task and decoder."""
+    panels: dict[str, list[Record]] = {}
+    for record in records:
+        if record["task"] != ALL:
+            panels.setdefault(f"{record['task']}, decoded by {record['decoder']}", []).append(record)
+    return table.beside({title: _curves(some) for title, some in panels.items()})
+
+
+def _curves(some: Sequence[Record]) -> figures.Spec:
+    ends = ("r_m_low", "r_m_high")
+    return figures.line(some, "candidates", "r_m", "model", interval=ends, x_title="candidates", y_title="R_m", log_x=True)

@@ -54,9 +54,9 @@ def show(name: str, rows: Sequence[Row]) -> None:
     )
     missing = [step for step in steps if not cost.is_there(step)]
     times, operations = ([of.get(step.config.output) for step in missing] for of in (seconds, flops))
+    left = f"FLOPs: {_total(operations, _flops)}; time, by steps of the same kinds that were measured: {_total(times, _time)}"
     display.say(
-        f"{len(steps) - len(missing)} of {len(steps)} steps are there. To do: {len(missing)} steps; "
-        f"FLOPs: {_total(operations, _flops)}; time, by steps of the same kinds that were measured: {_total(times, _time)}",
+        f"{len(steps) - len(missing)} of {len(steps)} steps are there." + (f" To do: {len(missing)}; {left}" if missing else ""),
         style="bold",
     )
 

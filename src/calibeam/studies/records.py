@@ -145,7 +145,7 @@ def _record(found: Found, baseline: Found | None) -> Record:
         "official_metric": metric,
         **official,
         "tried": ", ".join(f"{name}={value:g}" for name, value in found.point.tried.items()),
-        "decoder": result["setting"],
+        "setting": result["setting"],
         "split": results["split"],
         "examples": results["examples"],
         "step": found.folder.path.name,

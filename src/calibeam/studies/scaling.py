@@ -17,7 +17,7 @@ from calibeam.records import CalibeamError
 from calibeam.studies import published, table
 from calibeam.studies.ablation import REWARD, SHARED
 from calibeam.studies.plan import CALIBRATED, FINE_TUNED, Config, Row, Subject, decoder, overlay
-from calibeam.studies.records import ALL, Record
+from calibeam.studies.records import Record
 
 SPLIT = "validation"
 PAPER = published.SCALING
@@ -68,10 +68,13 @@ def make_table(records: Sequence[Record]) -> table.Table:
 
 
 def make_figure(records: Sequence[Record]) -> figures.Spec:
-    return table.by_task(
-        [record for record in records if record["task"] == ALL or record.get("gflops")],
-        lambda some: figures.line(
-            some, "gflops", "r_m", "model", interval=("r_m_low", "r_m_high"), dash="slic",
-            x_title="GFLOPs per source", y_title="R_m", log_x=True,
-        ),
-    )  # fmt: skip
+    panels: dict[str, list[Record]] = {}
+    for record in records:
+        if record.get("gflops"):
+            panels.setdefault(record["task"], []).append({**record, "gflops": float(f"{record['gflops']:.3g}")})
+    return table.beside({task: _curves(some) for task, some in panels.items()})
+
+
+def _curves(some: Sequence[Record]) -> figures.Spec:
+    titles = {"x_title": "GFLOPs per source", "y_title": "R_m"}
+    return figures.line(some, "gflops", "r_m", "model", interval=("r_m_low", "r_m_high"), dash="slic", log_x=True, **titles)

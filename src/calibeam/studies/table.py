@@ -23,6 +23,11 @@ class Table:
     rows: list[list[str]]
     notes: list[str]
 
+    def without_empty_columns(self, kept: int) -> Table:
+        """Less the columns, after the first so many, that have nothing in any line: the paper's, where it has none."""
+        full = [place for place in range(len(self.columns)) if place < kept or any(row[place] for row in self.rows)]
+        return Table(self.title, [self.columns[i] for i in full], [[row[i] for i in full] for row in self.rows], self.notes)
+
     def markdown(self) -> str:
         lines = [self.columns, ["---"] * len(self.columns), *self.rows]
         grid = "\n".join("| " + " | ".join(map(_escaped, line)) + " |" for line in lines)
@@ -43,7 +48,6 @@ def pivot(
     for record in records:
         lines.setdefault(tuple(record[label] for label in labels), {})[record["task"]] = record
     over = ALL if len(tasks) > 1 else tasks[0]
-    cells = {name: cell for name, cell in cells.items() if any(cell(record) for record in records if record["task"] != ALL)}
     columns = [*labels.values(), *(f"{task}: {name}" for task in tasks for name in cells), *(overall or {})]
     rows = [
         [
@@ -53,7 +57,7 @@ def pivot(
         ]
         for line, by_task in lines.items()
     ]
-    return Table(title, columns, rows, list(notes))
+    return Table(title, columns, rows, list(notes)).without_empty_columns(len(labels))
 
 
 def scores(record: Record, *names: str, form: str = ".2f") -> str:
@@ -121,15 +125,7 @@ def _word(value: Any) -> str:
     return "" if value is None else str(value)
 
 
-# Figures of several tasks
-
-
-def by_task(records: Sequence[Record], draw: Callable[[Sequence[Record]], Spec]) -> Spec:
-    """The same figure for every task, beside each other."""
-    tasks = dict.fromkeys(record["task"] for record in records if record["task"] != ALL)
-    return beside({task: draw([record for record in records if record["task"] == task]) for task in tasks})
-
-
 def beside(specs: Mapping[str, Spec]) -> Spec:
+    """Figures with their titles, two in a row."""
     titled = [{**spec, "title": _escaped(title)} for title, spec in specs.items()]
     return titled[0] if len(titled) == 1 else {"$schema": titled[0]["$schema"], "concat": titled, "columns": 2}
