@@ -98,6 +98,7 @@ class Subject:
     config: Config
     split: str
     """That is reported on."""
+    _runs: dict[str, dict[str, Step]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @property
     def published_task(self) -> str:
@@ -137,18 +138,25 @@ class Subject:
         return tuple(found)
 
     def _evaluate(self, model: str, patch: Tables, split: str, method: str, number: int, alpha: float) -> Step:
-        """The step that decodes in one way and measures. A stage that the recipe does not ask for stays so."""
+        """The step that decodes in one way and measures."""
+        if repr(patch) not in self._runs:
+            self._runs[repr(patch)] = self._run(patch)
+        step, how = self._runs[repr(patch)][model], {"methods": (method,), "num_candidates": (number,), "length_alphas": (alpha,)}
+        return placed(Step(step.stage, dataclasses.replace(step.config, split=split, **how), step.needs), self.tables["output"])
+
+    def _run(self, patch: Tables) -> dict[str, Step]:
+        """The steps of the patched recipe. A stage that the recipe does not ask for stays so."""
         patch = {stage: values for stage, values in patch.items() if stage in self.tables or stage not in pipeline.ASKED_FOR}
-        how = {"split": split, "methods": [method], "num_candidates": [number], "length_alphas": [alpha]}
-        tables = overlay(self.tables, patch, {"evaluate": how})
-        return located(pipeline.plan(dict(tables)), tables["output"])[str(Path(tables["output"]) / model)]
+        tables = settled(overlay(self.tables, patch))
+        run = located(pipeline.plan(tables), tables["output"])
+        return {model: run[str(Path(tables["output"]) / model)] for model in (FINE_TUNED, CALIBRATED)}
 
 
 def subjects(tables: Tables, config: Config, split: str) -> list[Subject]:
     """The datasets that the study is about."""
-    tables = overlay(presets.lay_under(dict(tables)), {"study": None})
+    tables = {name: value for name, value in presets.lay_under(dict(tables)).items() if name != pipeline.STUDY}
     stages = [name for name, value in tables.items() if isinstance(value, dict)]
-    tables = overlay(tables, {name: {"output": None} for name in stages})  # a study has its own folders
+    tables = settled(overlay(tables, {name: {"output": None} for name in stages}))  # a study has its own folders
     if not config.tasks:
         name = tables.get("prepare", {}).get("task", "") or Path(tables.get("output", "")).name
         return [Subject(name, tables, config, split)]
@@ -192,16 +200,20 @@ def under(tables: dict[str, Any], settings: Tables) -> dict[str, Any]:
 
 
 def overlay(tables: Tables, *patches: Tables) -> dict[str, Any]:
-    """The tables with those of the patches over them; None removes a setting."""
+    """The tables with those of the patches over them."""
     result: dict[str, Any] = dict(tables)
     for patch in patches:
         for key, value in patch.items():
-            if isinstance(value, Mapping):
-                merged = {**result.get(key, {}), **value}
-                result[key] = {name: setting for name, setting in merged.items() if setting is not None}
-            else:
-                result[key] = value
-    return {key: value for key, value in result.items() if value is not None}
+            result[key] = {**result.get(key, {}), **value} if isinstance(value, Mapping) else value
+    return result
+
+
+def settled(tables: Tables) -> dict[str, Any]:
+    """Without the settings that a patch took back: those that are None."""
+    return {
+        key: {name: setting for name, setting in value.items() if setting is not None} if isinstance(value, Mapping) else value
+        for key, value in tables.items()
+    }
 
 
 def decoder(tables: Tables, method: str) -> dict[str, Any]:
@@ -215,16 +227,24 @@ def located(steps: Sequence[Step], root: str) -> dict[str, Step]:
     """The steps of a run in folders named after what they make, each by the folder it would have in that run."""
     moved: dict[Any, Step] = {}
     for step in steps:
-        places = {field.name: getattr(step.config, field.name) for field in dataclasses.fields(step.config)}
-        places = {name: value for name, value in places.items() if name in PLACES and value}
-        inputs = {name: moved[value] for name, value in places.items() if value in moved}
-        read = {name: Path(inputs[name].config.output).name if name in inputs else value for name, value in places.items()}
-        making = json.dumps([step.stage, step.config.identity(), read], sort_keys=True)
-        place = Path(root) / "steps" / f"{step.stage}-{hashlib.sha256(making.encode()).hexdigest()[:12]}"
-        reads = {name: source.config.output for name, source in inputs.items()}
-        config = dataclasses.replace(step.config, output=str(place), **reads)
-        moved[step.config.output] = Step(step.stage, config, tuple(inputs.values()))
+        inputs = {name: moved[value] for name, value in _places(step.config).items() if value in moved}
+        config = dataclasses.replace(step.config, **{name: source.config.output for name, source in inputs.items()})
+        moved[step.config.output] = placed(Step(step.stage, config, tuple(inputs.values())), root)
     return moved
+
+
+def placed(step: Step, root: str) -> Step:
+    """The step in a folder named after all that determines what will be in it, wherever the root is."""
+    made = {need.config.output: Path(need.config.output).name for need in step.needs}
+    read = {name: made.get(value, value) for name, value in _places(step.config).items()}
+    making = json.dumps([step.stage, step.config.identity(), read], sort_keys=True)
+    place = Path(root) / "steps" / f"{step.stage}-{hashlib.sha256(making.encode()).hexdigest()[:12]}"
+    return Step(step.stage, dataclasses.replace(step.config, output=str(place)), step.needs)
+
+
+def _places(config: Any) -> dict[str, Any]:
+    found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name in PLACES}
+    return {name: place for name, place in found.items() if place}
 
 
 def in_order(steps: Iterable[Step]) -> list[Step]:

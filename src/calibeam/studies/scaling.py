@@ -33,7 +33,7 @@ def _models(subject: Subject, config: Config) -> Iterator[tuple[str, Subject]]:
     for name, patch in models.items():
         if not isinstance(patch, dict):
             raise CalibeamError(f"study.models.{name} must be a table of what differs from the recipe, got {patch!r}")
-        yield name, dataclasses.replace(subject, tables=overlay(subject.tables, patch))
+        yield name, dataclasses.replace(subject, tables=overlay(subject.tables, patch), _runs={})
 
 
 def _rows(name: str, subject: Subject, config: Config) -> Iterator[Row]:
@@ -76,5 +76,5 @@ def make_figure(records: Sequence[Record]) -> figures.Spec:
 
 
 def _curves(some: Sequence[Record]) -> figures.Spec:
-    titles = {"x_title": "GFLOPs per source", "y_title": "R_m"}
-    return figures.line(some, "gflops", "r_m", "model", interval=("r_m_low", "r_m_high"), dash="slic", log_x=True, **titles)
+    ends, x_title = ("r_m_low", "r_m_high"), "GFLOPs per source"
+    return figures.line(some, "gflops", "r_m", "model", interval=ends, dash="slic", x_title=x_title, y_title="R_m", log_x=True)
