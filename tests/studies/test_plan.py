@@ -183,3 +183,12 @@ def test_every_row_has_labels_of_its_own_and_a_row_to_be_compared_with(name: str
     labels = [(row.task, *row.labels.values()) for row in found]
     assert len(set(labels)) == len(labels)
     assert all(row.against is None or (row.task, *row.against.values()) in labels for row in found)
+
+
+@pytest.mark.parametrize("name", studies.STUDIES)
+def test_the_papers_recipe_can_be_planned(name: str) -> None:
+    tables = recipe.read(Path(__file__).parents[2] / "recipes" / "paper.toml")
+    found = studies.plan(name, tables)[-1]
+    assert {row.task for row in found} == {"cnn_dailymail", "xsum", "reddit_tifu_long", "samsum"}
+    assert of(found[-1].points[0].measured, "calibrate").batch_size == 64
+    assert of(found[-1].points[0].measured, "finetune").batch_size == 512
