@@ -72,33 +72,6 @@ def run(
     pipeline.finish(tables)
 
 
-@app.command()
-def study(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="ablation, decoding, length, scaling or final")],
-    recipe_file: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
-    settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the plan and its cost, and do nothing")] = False,
-    force: Force = False,
-    allow_code: AllowCode = False,
-) -> None:
-    """Run one of the paper's studies around a recipe: ablation, decoding, length, scaling or final.
-
-    Reads:   a recipe, with a [study] table of what is tried (docs/studies.md)
-
-    Writes:  OUTPUT/NAME: table.md, table.csv, table.json, figure.svg and figure.png; OUTPUT/steps: a folder for every
-    distinct step, kept for the next study
-
-    Example: calibeam study ablation samsum.toml 'study.factors=["loss"]' --dry-run
-    """
-    from calibeam import studies
-
-    tables = recipe.override(recipe.read(recipe_file), settings or [], allow_code=allow_code)
-    if dry_run:
-        studies.show(name, tables)
-    else:
-        studies.run(name, tables, force=force)
-
-
 def _stage_command(name: str) -> Any:
     def command(arguments: Arguments = None, force: Force = False, allow_code: AllowCode = False) -> None:
         given = list(arguments or [])
@@ -113,6 +86,16 @@ def _stage_command(name: str) -> Any:
             pipeline.Step(name, recipe.build(stages.load(name).Config, name, values)).run(force=force)
 
     return command
+
+
+class _StudyHelp(typer.core.TyperCommand):
+    """A study's help: what it reads and writes, an example, and the settings of the [study] table."""
+
+    def format_help(self, context: Any, formatter: Any) -> None:
+        from calibeam.studies.plan import Config
+
+        self.help = f"{self.help}\n\n\b\nSettings, as study.KEY=VALUE:\n{_settings_help(Config)}"
+        super().format_help(context, formatter)
 
 
 class _StageHelp(typer.core.TyperCommand):
@@ -139,6 +122,33 @@ def _toml(value: Any) -> str:
     if value is None or value == "":
         return "none"
     return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+@app.command(cls=_StudyHelp)
+def study(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="ablation, decoding, length, scaling or final")],
+    recipe_file: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
+    settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the plan and its cost, and do nothing")] = False,
+    force: Force = False,
+    allow_code: AllowCode = False,
+) -> None:
+    """Run one of the paper's studies around a recipe: ablation, decoding, length, scaling or final.
+
+    Reads:   a recipe, with a [study] table of what is tried (docs/studies.md)
+
+    Writes:  OUTPUT/NAME: table.md, table.csv, table.json, figure.svg and figure.png; OUTPUT/steps: a folder for every
+    distinct step, kept for the next study
+
+    Example: calibeam study ablation samsum.toml 'study.factors=["loss"]' --dry-run
+    """
+    from calibeam import studies
+
+    tables = recipe.override(recipe.read(recipe_file), settings or [], allow_code=allow_code)
+    if dry_run:
+        studies.show(name, tables)
+    else:
+        studies.run(name, tables, force=force)
 
 
 for _name, _summary in stages.STAGES.items():

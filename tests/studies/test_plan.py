@@ -9,6 +9,7 @@ import pytest
 
 from calibeam import recipe, studies
 from calibeam.pipeline import Step
+from calibeam.records import CalibeamError
 from calibeam.studies.cost import in_line
 from calibeam.studies.plan import Row, in_order
 
@@ -192,3 +193,20 @@ def test_the_papers_recipe_can_be_planned(name: str) -> None:
     assert {row.task for row in found} == {"cnn_dailymail", "xsum", "reddit_tifu_long", "samsum"}
     assert of(found[-1].points[0].measured, "calibrate").batch_size == 64
     assert of(found[-1].points[0].measured, "finetune").batch_size == 512
+
+
+def test_the_learning_rate_that_a_recipe_names_is_the_one_tried() -> None:
+    tables = {key: value for key, value in RECIPE.items() if key != "study"}
+    assert [point.tried["learning_rate"] for point in studies.plan("final", tables)[-1][1].points] == [1e-6, 3e-6, 1e-5]
+    (point,) = studies.plan("final", {**tables, "calibrate": {"learning_rate": 3e-4}})[-1][1].points
+    assert (of(point.measured, "calibrate").learning_rate, point.trials) == (3e-4, ())
+
+
+def test_a_task_by_name_is_not_read_from_the_files_of_the_recipe() -> None:
+    files = {"train": "a.jsonl", "validation": "b.jsonl"}
+    found = of(rows("final", 'study.tasks=["xsum"]', prepare=files)[0].points[0].measured, "prepare")
+    assert (found.task, found.train, found.validation) == ("xsum", "", "")
+    with pytest.raises(CalibeamError, match=r"write \{task\} for its name"):
+        rows("final", 'study.tasks=["xsum", "samsum"]')
+    kept = rows("final", 'study.tasks={samsum={}, xsum={prepare={path="elsewhere"}}}')
+    assert [of(row.points[0].measured, "prepare").path for row in kept[::2]] == ["data/samsum", "elsewhere"]

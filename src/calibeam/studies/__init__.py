@@ -15,7 +15,7 @@ from calibeam.pipeline import STUDY, Step
 from calibeam.records import CalibeamError
 from calibeam.studies import preview
 from calibeam.studies.plan import Config, Row, Subject, in_order, subjects
-from calibeam.studies.records import Record, best, find, records
+from calibeam.studies.results import Record, best, find, records
 from calibeam.studies.table import as_csv
 
 STUDIES: dict[str, str] = {

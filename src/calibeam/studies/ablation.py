@@ -14,7 +14,7 @@ from typing import Any
 from calibeam import figures
 from calibeam.studies import published, table
 from calibeam.studies.plan import CALIBRATED, FINE_TUNED, Config, Row, Subject, decoder, overlay
-from calibeam.studies.records import ALL, Record
+from calibeam.studies.results import ALL, Record
 
 SPLIT = "validation"
 PAPER = published.ABLATION
@@ -73,7 +73,7 @@ def _rows(subject: Subject, config: Config) -> Iterator[Row]:
             points = subject.points(
                 CALIBRATED,
                 own,
-                learning_rates=config.learning_rates if factor.takes_best else (),
+                learning_rates=subject.learning_rates if factor.takes_best else (),
                 betas=config.betas if factor.takes_best and name != "reward" else (),
             )
             yield Row(subject.task, {"group": group, "row": name}, points, BASELINE)

@@ -13,7 +13,7 @@ from calibeam import figures
 from calibeam.studies import published, table
 from calibeam.studies.ablation import REWARD, SHARED
 from calibeam.studies.plan import CALIBRATED, FINE_TUNED, Config, Row, Subject, decoder, overlay
-from calibeam.studies.records import ALL, Record
+from calibeam.studies.results import ALL, Record
 
 SPLIT = "validation"
 PAPER = published.DECODING

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from calibeam import figures
 from calibeam.studies import published, table
 from calibeam.studies.plan import CALIBRATED, FINE_TUNED, Config, Row, Subject, decoder, overlay
-from calibeam.studies.records import ALL, Record
+from calibeam.studies.results import ALL, Record
 from calibeam.tasks import TASKS
 
 SPLIT = "test"
@@ -32,7 +32,7 @@ def rows(subjects: Sequence[Subject], config: Config) -> list[Row]:
 def _rows(subject: Subject, config: Config) -> Iterator[Row]:
     held = overlay(HELD, decoder(subject.tables, "beam")) if config.around == "paper" else {}
     yield Row(subject.task, BASELINE, subject.points(FINE_TUNED, held, alphas=config.alphas))
-    points = subject.points(CALIBRATED, held, learning_rates=config.learning_rates, num_candidates=config.calibrated_num_beams)
+    points = subject.points(CALIBRATED, held, learning_rates=subject.learning_rates, num_candidates=config.calibrated_num_beams)
     yield Row(subject.task, {"model": "calibrated"}, points, BASELINE)
 
 

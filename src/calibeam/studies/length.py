@@ -13,7 +13,7 @@ from calibeam import figures
 from calibeam.studies import published, table
 from calibeam.studies.ablation import SHARED
 from calibeam.studies.plan import CALIBRATED, FINE_TUNED, Config, Row, Subject, decoder, overlay
-from calibeam.studies.records import ALL, Record
+from calibeam.studies.results import ALL, Record
 
 SPLIT = "validation"
 PAPER = published.LENGTH
@@ -36,7 +36,7 @@ def _rows(subject: Subject, config: Config) -> Iterator[Row]:
     if config.around == "recipe":
         held = {}
     loss = subject.tables.get("calibrate", {}).get("loss", "rank")
-    rates, betas = config.learning_rates, () if loss == "reward" else config.betas
+    rates, betas = subject.learning_rates, () if loss == "reward" else config.betas
     for alpha, alphas in (("no", (0.0,)), ("yes", config.alphas)):
         yield Row(subject.task, {"slic": "no", "alpha": alpha}, subject.points(FINE_TUNED, held, alphas=alphas), BASELINE)
     for alpha, alphas in (("no", (0.0,)), ("yes", config.alphas)):

@@ -29,6 +29,8 @@ PLACES = frozenset({
     "validation_files", "bertscore_model",
 })  # fmt: skip
 """Settings that say where something is read. They are not part of a stage's identity, but what is there is."""
+LEARNING_RATES = (1e-6, 3e-6, 1e-5)
+"""Those of the paper's final results, by its appendix."""
 FACTORS = ("similarity", "loss", "regularizer", "decoding", "checkpoint")
 
 
@@ -36,6 +38,7 @@ FACTORS = ("similarity", "loss", "regularizer", "decoding", "checkpoint")
 class Config(StageConfig):
     """The [study] table of a recipe."""
 
+    output: str = option("", "the folder of the tables; NAME in the recipe's output if not given", identity=False)
     tasks: dict[str, Any] | tuple[str, ...] | None = option(
         None, "the datasets: names, or tables [study.tasks.NAME] of what differs from the recipe; the recipe's own if not given"
     )
@@ -45,8 +48,10 @@ class Config(StageConfig):
         "paper", "hold the settings of the paper's appendix, or the recipe's own", choices=lambda: ("paper", "recipe")
     )
     factors: tuple[str, ...] = option(FACTORS, "ablation: which of its groups", choices=lambda: FACTORS)
-    learning_rates: tuple[float, ...] = option((1e-6, 3e-6, 1e-5), "those tried where the paper took the best", above=0)
-    betas: tuple[float, ...] = option((0.1, 1.0, 10.0), "those tried where the paper took the best", at_least=0)
+    learning_rates: tuple[float, ...] = option(
+        (), "those tried where the paper took the best; the recipe's own if not given, or else the paper's", above=0
+    )
+    betas: tuple[float, ...] = option((0.1, 1.0, 10.0), "likewise", at_least=0)
     alphas: tuple[float, ...] = option((0.0, 0.25, 0.5, 0.75, 1.0, 1.25), "tried with the fine-tuned model", at_least=0)
     num_candidates: tuple[int, ...] = option((1, 2, 5, 10, 20), "decoding and scaling: candidates per source", at_least=1)
     num_beams: int = option(5, "beams elsewhere, and to choose by on validation", at_least=1)
@@ -54,7 +59,7 @@ class Config(StageConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("factors", "learning_rates", "betas", "alphas", "num_candidates"):
+        for name in ("factors", "betas", "alphas", "num_candidates"):
             if not getattr(self, name):
                 raise CalibeamError(f"{name} must not be empty")
 
@@ -75,9 +80,14 @@ class Row:
     task: str
     """As it is called in the study."""
     labels: dict[str, Any]
+    """What tells it from the other rows of its task."""
     points: tuple[Point, ...]
     against: dict[str, Any] | None = None
     """The labels of the row that it is compared with."""
+
+    def of(self, task: str) -> tuple[Any, ...]:
+        """What it is known by, or would be for another task."""
+        return (task, *self.labels.values())
 
     @property
     def is_open(self) -> bool:
@@ -104,6 +114,12 @@ class Subject:
     def published_task(self) -> str:
         """The name under which the paper has it, if it has."""
         return str(self.tables.get("prepare", {}).get("task", ""))
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """Those to try. A recipe that names one means it."""
+        own = self.tables.get("calibrate", {}).get("learning_rate")
+        return self.config.learning_rates or (LEARNING_RATES if own is None else (own,))
 
     def points(
         self,
@@ -168,16 +184,20 @@ def _for_task(tables: Tables, name: str, patch: Any) -> dict[str, Any]:
     """The recipe for a dataset of the study: a task by its name, with its lengths, wherever nothing else is said."""
     if not isinstance(patch, dict):
         raise CalibeamError(f"study.tasks.{name} must be a table of what differs from the recipe, got {patch!r}")
-    own = overlay(tables, patch)
-    prepare = own.setdefault("prepare", {})
-    if name in TASKS and "task" not in prepare and "train" not in prepare:
-        prepare = {**prepare, "task": name}
-    if not ("task" in prepare or "train" in prepare):
+    shared, own = tables.get("prepare", {}), patch.get("prepare", {})
+    if name in TASKS and not own.keys() & {"task", "train"}:
+        if "{task}" not in str(shared.get("path", "{task}")) and shared.get("task") != name and "path" not in own:
+            raise CalibeamError(
+                f"prepare.path is {shared['path']} for every task: write {{task}} for its name, as in data/{{task}}"
+            )
+        patch = {**patch, "prepare": {"train": None, "validation": None, "test": None, **own, "task": name}}
+    found = settled(overlay(tables, patch))
+    prepare = found.setdefault("prepare", {})
+    if not prepare.keys() & {"task", "train"}:
         raise CalibeamError(f"study.tasks.{name} is no task known by name, and has no prepare.train: see `calibeam tasks`")
     if "path" in prepare:
-        prepare = {**prepare, "path": str(prepare["path"]).replace("{task}", name)}
-    own["prepare"] = prepare
-    return under(own, lengths(prepare["task"])) if prepare.get("task") else own
+        found["prepare"] = {**prepare, "path": str(prepare["path"]).replace("{task}", name)}
+    return under(found, lengths(prepare["task"])) if prepare.get("task") in TASKS else found
 
 
 def lengths(task: str) -> dict[str, dict[str, int]]:

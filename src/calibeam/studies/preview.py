@@ -9,7 +9,7 @@ from calibeam import display, recipe
 from calibeam.pipeline import Step
 from calibeam.studies import cost
 from calibeam.studies.plan import Row, in_order
-from calibeam.studies.records import is_decided, likely
+from calibeam.studies.results import is_decided, likely
 
 
 def expected(rows: Iterable[Row]) -> list[Step]:

@@ -17,7 +17,7 @@ from calibeam.records import CalibeamError
 from calibeam.studies import published, table
 from calibeam.studies.ablation import REWARD, SHARED
 from calibeam.studies.plan import CALIBRATED, FINE_TUNED, Config, Row, Subject, decoder, overlay
-from calibeam.studies.records import Record
+from calibeam.studies.results import Record
 
 SPLIT = "validation"
 PAPER = published.SCALING
@@ -42,7 +42,7 @@ def _rows(name: str, subject: Subject, config: Config) -> Iterator[Row]:
     for number in config.num_candidates:
         tuned, calibrated = ({"model": name, "slic": slic, "candidates": number} for slic in ("fine-tuned", "calibrated"))
         yield Row(subject.task, tuned, subject.points(FINE_TUNED, held, alphas=config.alphas, num_candidates=number))
-        points = subject.points(CALIBRATED, held, learning_rates=config.learning_rates, num_candidates=number)
+        points = subject.points(CALIBRATED, held, learning_rates=subject.learning_rates, num_candidates=number)
         yield Row(subject.task, calibrated, points, tuned)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from calibeam.figures import Spec
-from calibeam.studies.records import ALL, Record
+from calibeam.studies.results import ALL, Record
 
 Cell = Callable[[Record], str]
 

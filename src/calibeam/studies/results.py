@@ -79,7 +79,7 @@ def records(found: Sequence[Found], paper: Paper, published_tasks: Mapping[str, 
 
     paper: its own figures by labels and task; published_tasks: the name under which the paper has each task.
     """
-    rows = {(each.row.task, *each.row.labels.values()): each for each in found}
+    rows = {each.row.of(each.row.task): each for each in found}
     tasks = list(dict.fromkeys(each.row.task for each in found))
     made: dict[tuple[Any, ...], Record] = {}
     for key, each in rows.items():
@@ -87,24 +87,27 @@ def records(found: Sequence[Found], paper: Paper, published_tasks: Mapping[str, 
         printed = paper.get(tuple(each.row.labels.values()), {}).get(published_task)
         made[key] = {"published_task": published_task, **_record(each, _baseline(each, rows)), **_paper(printed)}
     for each in found if len(tasks) > 1 else ():
-        alike = [rows.get((task, *each.row.labels.values())) for task in tasks]
-        if None not in alike and (ALL, *each.row.labels.values()) not in made:
-            some = [one for one in alike if one is not None]
-            known = [made[(task, *each.row.labels.values())]["paper_r_m"] for task in tasks]
-            made[(ALL, *each.row.labels.values())] = {
-                "task": ALL,
-                **each.row.labels,
-                "r_m": sum(_r_m(one)["value"] for one in some) / len(some),
-                **_change(some, [_baseline(one, rows) for one in some]),
-                "paper_r_m": None if None in known else sum(known) / len(known),
-            }
+        keys = [each.row.of(task) for task in tasks]
+        if all(key in rows for key in keys):
+            made[each.row.of(ALL)] = _over_all([rows[key] for key in keys], rows, [made[key]["paper_r_m"] for key in keys])
     for each in found:
         for task in (each.row.task, ALL):
-            record = made.get((task, *each.row.labels.values()))
-            baseline = made.get((task, *(each.row.against or {}).values()))
-            if record and baseline and record["paper_r_m"] and baseline["paper_r_m"]:
+            record, baseline = made.get(each.row.of(task), {}), made.get((task, *(each.row.against or {}).values()), {})
+            if record.get("paper_r_m") and baseline.get("paper_r_m"):
                 record["paper_delta"] = 100 * (record["paper_r_m"] / baseline["paper_r_m"] - 1)
     return [{key: _finite(value) for key, value in record.items()} for record in made.values()]
+
+
+def _over_all(some: Sequence[Found], rows: Mapping[tuple[Any, ...], Found], printed: Sequence[float | None]) -> Record:
+    """One row of every task, as one: R_m is the mean."""
+    known = [value for value in printed if value is not None]
+    return {
+        "task": ALL,
+        **some[0].row.labels,
+        "r_m": sum(_r_m(each)["value"] for each in some) / len(some),
+        **_change(some, [_baseline(each, rows) for each in some]),
+        "paper_r_m": sum(known) / len(known) if len(known) == len(printed) else None,
+    }
 
 
 def _baseline(found: Found, rows: Mapping[tuple[Any, ...], Found]) -> Found | None:
