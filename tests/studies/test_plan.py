@@ -142,13 +142,10 @@ def test_tasks_by_name_have_their_lengths_and_their_path() -> None:
 
 
 def test_a_recipe_wins_over_a_tasks_lengths_and_a_tasks_table_over_the_recipe() -> None:
-    tasks = "study.tasks={samsum={calibrate={beta=3.0}}, xsum={}}"
-    plan = rows(
-        "length", tasks, "calibrate.beta=2.0", "study.betas=[1.0]", "study.around=recipe", "evaluate.max_source_length=99"
-    )
-    by_task = {row.task: row.points[0].measured for row in plan if row.labels == {"slic": "yes", "alpha": "no"}}
-    assert {step.config.max_source_length for step in by_task.values()} == {99}
-    plan = rows("ablation", tasks, "calibrate.beta=2.0", 'study.factors=["similarity"]')
+    tasks = ["study.tasks={samsum={calibrate={beta=3.0}}, xsum={}}", "prepare.path=data/{task}"]
+    plan = rows("length", *tasks, "evaluate.max_source_length=99")
+    assert {row.points[0].measured.config.max_source_length for row in plan} == {99}
+    plan = rows("ablation", *tasks, "calibrate.beta=2.0", 'study.factors=["similarity"]')
     assert {row.task: of(row.points[0].measured, "calibrate").beta for row in plan[1:] if row.against} == {"samsum": 3, "xsum": 2}
 
 
