@@ -112,6 +112,7 @@ def test_a_folder_is_named_after_what_is_in_it_alone() -> None:
 
     assert place() == place("evaluate.device=cpu", "calibrate.micro_batch_size=2", "study.output=elsewhere")
     assert Path(place("output=moved")).name == Path(place()).name
+    assert place("calibrate.max_grad_norm=1") == place("calibrate.max_grad_norm=1.0") == place()
     others = ["calibrate.max_grad_norm=2", "finetune.seed=1", "model=other/model", "prepare.path=data/other", "decode.seed=1"]
     assert len({place(), *map(place, others)}) == 1 + len(others)
 

@@ -257,9 +257,18 @@ def placed(step: Step, root: str) -> Step:
     """The step in a folder named after all that determines what will be in it, wherever the root is."""
     made = {need.config.output: Path(need.config.output).name for need in step.needs}
     read = {name: made.get(value, value) for name, value in _places(step.config).items()}
-    making = json.dumps([step.stage, step.config.identity(), read], sort_keys=True)
+    making = json.dumps(_canonical([step.stage, step.config.identity(), read]), sort_keys=True)
     place = Path(root) / "steps" / f"{step.stage}-{hashlib.sha256(making.encode()).hexdigest()[:12]}"
     return Step(step.stage, dataclasses.replace(step.config, output=str(place)), step.needs)
+
+
+def _canonical(value: Any) -> Any:
+    """With 1.0 as 1: a recipe may have either."""
+    if isinstance(value, dict):
+        return {key: _canonical(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_canonical(item) for item in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _places(config: Any) -> dict[str, Any]:
