@@ -38,7 +38,7 @@ class Difference(NamedTuple):
     @property
     def verdict(self) -> str:
         """Both tests have to agree before anything is called a difference."""
-        if self.p >= LEVEL or self.low <= 0 <= self.high:
+        if self.p >= LEVEL or not (self.low > 0 or self.high < 0):
             return "no significant difference"
         return "significantly higher" if self.difference > 0 else "significantly lower"
 

@@ -125,10 +125,10 @@ def _record(found: Found, baseline: Found | None) -> Record:
     measured = {name: metric["figures"] for name, metric in result["metrics"].items()}
     rouge, repetition = measured["rouge"], measured["repetition"]["rate"]
     metric = next((name for name in measured if name in OFFICIAL and name != "rouge"), "rouge")
-    names = ("official_rouge1", "official_rouge2", "official_rouge_l")
-    official = {
-        ours: measured[metric][theirs]["value"] if theirs else None for ours, theirs in zip(names, OFFICIAL[metric], strict=True)
-    }
+    official: Record = {}
+    for ours, theirs in zip(("official_rouge1", "official_rouge2", "official_rouge_l"), OFFICIAL[metric], strict=True):
+        figure = measured[metric][theirs] if theirs else {"value": None, "low": None, "high": None}
+        official |= {ours: figure["value"], f"{ours}_low": figure["low"], f"{ours}_high": figure["high"]}
     return {
         "task": found.row.task,
         **found.row.labels,
