@@ -98,12 +98,12 @@ def make_figure(records: Sequence[Record]) -> figures.Spec:
     """Delta of every row."""
     over = ALL if any(record["task"] == ALL for record in records) else records[0]["task"]
     shown = [record for record in records if record["task"] == over and record["delta"] is not None]
+    both = {"paper": ("paper_delta",) * 3, "measured": ("delta", "delta_low", "delta_high")}
     points = [
         {"row": f"{one['group']}: {one['row']}", "who": who, "delta": one[delta], "low": one[low], "high": one[high]}
         for one in shown
-        for who, delta, low, high in (
-            ("measured", "delta", "delta_low", "delta_high"), ("paper", "paper_delta", "paper_delta", "paper_delta"),
-        )
+        for who, (delta, low, high) in both.items()
         if one.get(delta) is not None
-    ]  # fmt: skip
-    return figures.intervals(points, "row", "delta", "who", interval=("low", "high"), title="Δ R_m against fine-tuned, %")
+    ]
+    series = "who" if any(point["who"] == "paper" for point in points) else ""
+    return figures.intervals(points, "row", "delta", series, interval=("low", "high"), title="Δ R_m against fine-tuned, %")
