@@ -118,7 +118,11 @@ def _defused(value: Any) -> Any:
 
 def _escaped(text: str) -> str:
     """On one line, and neither a column nor a tag."""
-    return html.escape(re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", text), quote=False).replace("|", "\\|")
+    return html.escape(_on_one_line(text), quote=False).replace("|", "\\|")
+
+
+def _on_one_line(text: str) -> str:
+    return re.sub(r"[\s\x00-\x1f\x7f-\x9f]+", " ", text)
 
 
 def _word(value: Any) -> str:
@@ -127,5 +131,5 @@ def _word(value: Any) -> str:
 
 def beside(specs: Mapping[str, Spec]) -> Spec:
     """Figures with their titles, two in a row."""
-    titled = [{**spec, "title": _escaped(title)} for title, spec in specs.items()]
+    titled = [{**spec, "title": _on_one_line(title)} for title, spec in specs.items()]
     return titled[0] if len(titled) == 1 else {"$schema": titled[0]["$schema"], "concat": titled, "columns": 2}
