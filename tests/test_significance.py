@@ -7,7 +7,7 @@ from sacrebleu.significance import PairedTest
 
 from calibeam.paper.metrics import r_m
 from calibeam.paper.official import METRICS, means, rouge_figures
-from calibeam.significance import Difference, intervals, paired
+from calibeam.significance import Difference, intervals, paired, relative
 from conftest import sentence
 
 
@@ -153,3 +153,23 @@ def test_rouge_2_of_nothing_but_zeros_gives_no_nan() -> None:
 def test_systems_with_other_examples_are_refused() -> None:
     with pytest.raises(ValueError, match="not of the same examples"):
         paired(np.zeros((3, 1)), np.zeros((4, 1)), means("mean"))
+
+
+def test_a_relative_change_of_one_dataset_is_that_of_the_pair() -> None:
+    generator = np.random.default_rng(5)
+    before = generator.random((40, 3)) * 0.5
+    after = before + generator.random((40, 3)) * 0.1
+    pair = paired(before, after, rouge_figures)["r_m"]
+    found = relative([before], [after], rouge_figures, "r_m")
+    assert (found.before, found.after, found.p) == pytest.approx((pair.before, pair.after, pair.p))
+    assert found.difference == pytest.approx(pair.difference / pair.before)
+    assert found.low < found.difference < found.high
+
+
+def test_a_relative_change_over_datasets_is_of_the_mean_of_their_figures() -> None:
+    """Constant scores: R_m is 10 and 40 before, 11 and 40 after, so the mean rises from 25 to 25.5, by 2%, surely."""
+    before = [np.full((5, 3), 0.1), np.full((9, 3), 0.4)]
+    after = [np.full((5, 3), 0.11), np.full((9, 3), 0.4)]
+    found = relative(before, after, rouge_figures, "r_m")
+    assert (found.before, found.after, found.difference) == pytest.approx((25, 25.5, 0.02))
+    assert (found.low, found.high) == pytest.approx((0.02, 0.02))

@@ -16,6 +16,7 @@ import typer
 
 import calibeam
 from calibeam import display, functions, pipeline, recipe, stages
+from calibeam.presets import PRESETS
 from calibeam.records import CalibeamError
 
 app = typer.Typer(
@@ -87,6 +88,16 @@ def _stage_command(name: str) -> Any:
     return command
 
 
+class _StudyHelp(typer.core.TyperCommand):
+    """A study's help: what it reads and writes, an example, and the settings of the [study] table."""
+
+    def format_help(self, context: Any, formatter: Any) -> None:
+        from calibeam.studies.plan import Config
+
+        self.help = f"{self.help}\n\n\b\nSettings, as study.KEY=VALUE:\n{_settings_help(Config)}"
+        super().format_help(context, formatter)
+
+
 class _StageHelp(typer.core.TyperCommand):
     """A stage's help: what it reads and writes, an example, and every setting with its default."""
 
@@ -113,6 +124,33 @@ def _toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+@app.command(cls=_StudyHelp)
+def study(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="ablation, decoding, length, scaling or final")],
+    recipe_file: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
+    settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="show the plan and its cost, and do nothing")] = False,
+    force: Force = False,
+    allow_code: AllowCode = False,
+) -> None:
+    """Run one of the paper's studies around a recipe: ablation, decoding, length, scaling or final.
+
+    Reads:   a recipe, with a [study] table of what is tried (docs/studies.md)
+
+    Writes:  OUTPUT/NAME: table.md, table.csv, table.json, figure.svg and figure.png; OUTPUT/steps: a folder for every
+    distinct step, kept for the next study
+
+    Example: calibeam study ablation samsum.toml 'study.factors=["loss"]' --dry-run
+    """
+    from calibeam import studies
+
+    tables = recipe.override(recipe.read(recipe_file), settings or [], allow_code=allow_code)
+    if dry_run:
+        studies.show(name, tables)
+    else:
+        studies.run(name, tables, force=force)
+
+
 for _name, _summary in stages.STAGES.items():
     app.command(_name, cls=_StageHelp, short_help=_summary, help=_summary)(_stage_command(_name))
 
@@ -130,8 +168,11 @@ def calibrate_model(
     bad_rows: Annotated[str, typer.Option(help="error or skip: what to do with rows that cannot be used")] = "error",
     max_source_length: Annotated[int, typer.Option(help="source tokens; longer sources are cut")] = 512,
     max_target_length: Annotated[int, typer.Option(help="target and output tokens")] = 128,
-    num_candidates: Annotated[int, typer.Option(help="candidates per training source")] = 15,
-    learning_rate: Annotated[float, typer.Option(help="of calibration: the one setting worth trying several of")] = 1e-5,
+    num_candidates: Annotated[int | None, typer.Option(help="candidates per training source; 15, or the preset's")] = None,
+    learning_rate: Annotated[
+        float | None, typer.Option(help="of calibration: the one setting worth trying several of; 1e-5, or the preset's")
+    ] = None,
+    preset: Annotated[str, typer.Option(help=f"settings by name: {', '.join(PRESETS)}")] = "slic",
     work: Annotated[Path | None, typer.Option(help="folder of the stages; OUTPUT-work if not given")] = None,
     settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE", help="any other setting")] = None,
     force: Force = False,
@@ -155,17 +196,22 @@ def calibrate_model(
             "train": str(train), "validation": str(validation), "test": str(test or ""), "bad_rows": bad_rows,
             "source_column": source_column, "target_columns": target_column or ["target"], "id_column": id_column,
         },
+        "preset": preset,
         "decode": {
-            "num_candidates": num_candidates, "max_source_length": max_source_length, "max_new_tokens": max_target_length,
+            **_given(num_candidates=num_candidates), "max_source_length": max_source_length, "max_new_tokens": max_target_length,
         },
         "score": {"max_target_length": max_target_length},
-        "calibrate": {"learning_rate": learning_rate, **lengths},
+        "calibrate": {**_given(learning_rate=learning_rate), **lengths},
         "evaluate": {"max_new_tokens": max_target_length, **lengths},
         "export": {"output": str(output)},
     }  # fmt: skip
     tables = recipe.override(tables, settings or [], allow_code=allow_code)
     pipeline.run(tables, force=force)
     pipeline.finish(tables)
+
+
+def _given(**options: Any) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if value is not None}
 
 
 @app.command()

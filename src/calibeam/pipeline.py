@@ -3,7 +3,8 @@
 The top of a recipe has `output`, the folder of the run, and `model`, the model it begins with. A
 `[finetune]` table asks for fine-tuning; without one, `model` is taken as fine-tuned already. A
 `[create]` table makes the model to begin with, a `[tokenizer]` table its vocabulary, and a `[pretrain]`
-table trains it on text first. All other stages always run.
+table trains it on text first. All other stages always run. `preset` names settings to lay under the
+recipe's own (`presets.py`), and a `[study]` table is for `calibeam study` alone.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibeam import display, recipe, stages, store
+from calibeam import display, presets, recipe, stages, store
 from calibeam.records import CalibeamError
 
-TOP = {"output": str, "model": str}
+TOP = {"output": str, "model": str, "preset": str}
+STUDY = "study"
 ASKED_FOR = frozenset({"tokenizer", "create", "pretrain", "finetune"})
 
 
@@ -24,6 +26,8 @@ ASKED_FOR = frozenset({"tokenizer", "create", "pretrain", "finetune"})
 class Step:
     stage: str
     config: Any
+    needs: tuple[Step, ...] = ()
+    """The steps whose folders this one reads, where that is known."""
 
     def run(self, *, force: bool = False) -> Path:
         return stages.load(self.stage).run(self.config, force=force)
@@ -32,6 +36,7 @@ class Step:
 def plan(tables: dict[str, Any], only: str | None = None) -> list[Step]:
     """The steps of a run, or of one stage, every setting resolved and checked before any of them starts."""
     check_tables(tables)
+    tables = presets.lay_under(tables)
     if "output" not in tables:
         raise CalibeamError("the recipe needs output, the folder of the run")
     if only is None and "output" in tables.get("evaluate", {}):
@@ -66,10 +71,10 @@ def check_tables(tables: dict[str, Any]) -> None:
         if key in TOP:
             if not isinstance(value, TOP[key]):
                 raise CalibeamError(f"{key} must be a string, got {value!r}")
-        elif key not in stages.STAGES:
-            raise CalibeamError(f"unknown key {key}{recipe.nearest(key, {*TOP, *stages.STAGES})}")
+        elif key not in stages.STAGES and key != STUDY:
+            raise CalibeamError(f"unknown key {key}{recipe.nearest(key, {*TOP, STUDY, *stages.STAGES})}")
         elif not isinstance(value, dict):
-            raise CalibeamError(f"{key} is a stage: write its settings in a table [{key}]")
+            raise CalibeamError(f"{key} is a {STUDY if key == STUDY else 'stage'}: write its settings in a table [{key}]")
 
 
 def _steps(tables: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:

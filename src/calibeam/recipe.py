@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import tomllib
 import types
 import typing
@@ -50,7 +51,13 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
-            _check(field, _types_of(type(self))[field.name], getattr(self, field.name))
+            _check(field, self.types()[field.name], getattr(self, field.name))
+
+    @classmethod
+    @functools.cache
+    def types(cls) -> dict[str, Any]:
+        """Of the fields."""
+        return typing.get_type_hints(cls)
 
     def identity(self) -> dict[str, Any]:
         """The settings that determine the stage's result, as plain data."""
@@ -123,7 +130,7 @@ def build(config_class: type[StageConfig], table: str, values: dict[str, Any]) -
     if missing:
         raise CalibeamError(f"{table} needs {' and '.join(missing)}")
     try:
-        return config_class(**{key: _ready(value, _types_of(config_class)[key]) for key, value in values.items()})
+        return config_class(**{key: _ready(value, config_class.types()[key]) for key, value in values.items()})
     except CalibeamError as error:
         raise CalibeamError(f"{table}.{error}") from None
 
@@ -159,10 +166,6 @@ def _ready(value: Any, wanted: Any) -> Any:
 
 def _takes_function(wanted: Any) -> bool:
     return wanted is Callable or typing.get_origin(wanted) is Callable or any(map(_takes_function, typing.get_args(wanted)))
-
-
-def _types_of(config_class: type) -> dict[str, Any]:
-    return typing.get_type_hints(config_class)
 
 
 def _check(field: dataclasses.Field[Any], wanted: Any, value: Any) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from calibeam.paper.calibration import CALIBRATION_LOSSES, list_rank, margin, rank, reward, sample_pair
+from calibeam.paper.calibration import CALIBRATION_LOSSES, list_rank, list_rank_mean, margin, rank, reward, sample_pair
 
 PAIR_LOSSES = ["rank", "margin"]
 EVERY = torch.ones(1, 3, dtype=torch.bool)
@@ -39,6 +39,18 @@ def test_margin_by_hand() -> None:
 def test_list_rank_by_hand() -> None:
     """beta = 10, ranks 2, 0, 1: neighbours (2, 0) 10 + 5 and (0, 1) 10 + 3, and (2, 1) 20 + 8; the sum is 56."""
     assert list_rank(LOG_P, SIMILARITY, EVERY, 10.0).tolist() == pytest.approx([56.0])
+
+
+def test_list_rank_mean_is_the_sum_of_margin_ranking_losses() -> None:
+    """By PyTorch's own, whose mean is over the pairs at one distance; on LOG_P (15 + 13) / 2 + 28 = 42 by hand."""
+    assert list_rank_mean(LOG_P, SIMILARITY, EVERY, 10.0).tolist() == pytest.approx([42.0])
+    log_p, similarity = random_candidates(7)
+    ranked = log_p.gather(1, similarity.argsort(1, descending=True))
+    wanted = [
+        torch.nn.functional.margin_ranking_loss(ranked[:, :-i], ranked[:, i:], torch.ones(6, 5 - i), 0.5 * i) for i in range(1, 5)
+    ]
+    mask = torch.ones_like(log_p, dtype=torch.bool)
+    assert list_rank_mean(log_p, similarity, mask, 0.5).mean().item() == pytest.approx(sum(map(float, wanted)))
 
 
 def test_reward_by_hand() -> None:

@@ -31,12 +31,28 @@ def margin(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> Tens
 
 def list_rank(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> Tensor:
     """sum_{i<j} max(0, beta |i-j| - log P(y_i|x) + log P(y_j|x)), candidates sorted by similarity, best first"""
+    loss, _ = _list_terms(log_p, similarity, mask, beta)
+    return loss.sum((-1, -2))
+
+
+def list_rank_mean(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> Tensor:
+    """As BRIO has it: of the terms at each distance |i-j| the mean, and the sum of these."""
+    loss, pairs = _list_terms(log_p, similarity, mask, beta)
+    means = [
+        loss.diagonal(distance, -2, -1).sum(-1) / pairs.diagonal(distance, -2, -1).sum(-1).clamp(min=1)
+        for distance in range(1, log_p.shape[-1])
+    ]
+    return sum(means, log_p.new_zeros(log_p.shape[:-1]))
+
+
+def _list_terms(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> tuple[Tensor, Tensor]:
+    """The terms of list_rank [batch, i, j], 0 where there is no pair, and where there is one."""
     order = similarity.masked_fill(~mask, float("-inf")).argsort(dim=-1, descending=True, stable=True)
     log_p, mask = log_p.gather(-1, order), mask.gather(-1, order)
     position = mask.new_ones(mask.shape).cumsum(-1)
     pairs = (position[..., :, None] < position[..., None, :]) & mask[..., :, None] & mask[..., None, :]
     distance = _gap(position).abs()
-    return (beta * distance - _gap(log_p)).clamp(min=0).masked_fill(~pairs, 0.0).sum((-1, -2))
+    return (beta * distance - _gap(log_p)).clamp(min=0).masked_fill(~pairs, 0.0), pairs
 
 
 def reward(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> Tensor:
@@ -49,6 +65,7 @@ CALIBRATION_LOSSES: dict[str, Callable[[Tensor, Tensor, Tensor, float], Tensor]]
     "rank": rank,
     "margin": margin,
     "list_rank": list_rank,
+    "list_rank_mean": list_rank_mean,
     "reward": reward,
 }
 PAIR_LOSSES = frozenset({rank, margin})

@@ -12,7 +12,7 @@ def decoder_flops(parameters: float, layers: int, target_length: float, attentio
 
 
 def total_flops(
-    per_source_token: float, per_output_token: float, source_length: float, target_length: float, candidates: int
+    per_source_token: float, per_output_token: float, source_length: float, target_length: float, candidates: float
 ) -> float:
     """total_C = C_enc n_enc-ctx + C_dec n_dec-ctx m"""
     return per_source_token * source_length + per_output_token * target_length * candidates

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibeam import display, lora, store
 from calibeam.paper.calibration import CALIBRATION_LOSSES, PAIR_LOSSES, ordered_pairs, sample_pair
+from calibeam.paper.decoding import length_normalised
 from calibeam.paper.regularization import REGULARIZERS, WITHOUT_REFERENCE
 from calibeam.paper.similarity import span_similarity
 from calibeam.recipe import option
@@ -37,6 +38,7 @@ class Config(ExamplesConfig):
     learning_rate: float = option(1e-5, "the peak learning rate", above=0)
     loss: str | Callable[..., Any] = option("rank", "Eq. 1", choices=lambda: CALIBRATION_LOSSES)
     beta: float = option(10.0, "the margin of the loss", at_least=0)
+    length_alpha: float = option(0.0, "compare log P / length^alpha in the loss, as BRIO does; the paper: 0", at_least=0)
     pairs: str = option("sampled", "rank and margin: one sampled pair per example, or all", choices=lambda: ("sampled", "all"))
     regularizer: str | Callable[..., Any] = option("kl", "Eq. 2", choices=lambda: REGULARIZERS)
     reg_weight: float | None = option(None, "lambda; 1e-5 / learning_rate if not given, as in the paper", at_least=0)
@@ -158,7 +160,7 @@ class CalibrationStep:
         self._loss = config.loss if callable(config.loss) else CALIBRATION_LOSSES[config.loss]
         self._regularizer = config.regularizer if callable(config.regularizer) else REGULARIZERS[config.regularizer]
         self._sample = self._loss in PAIR_LOSSES and config.pairs == "sampled"
-        self._beta, self._similarity = config.beta, config.similarity
+        self._beta, self._length_alpha, self._similarity = config.beta, config.length_alpha, config.similarity
         self._config = config
         self.reg_weight = 1e-5 / config.learning_rate if config.reg_weight is None else config.reg_weight
 
@@ -198,7 +200,8 @@ class CalibrationStep:
         if self._similarity == "current":
             states = every.states().detach()
             similarity = span_similarity(states[:, 1:], states[:, :1], token_mask[:, 1:], token_mask[:, :1])
-        calibration = self._loss(log_p, similarity, exists, self._beta).sum()
+        compared = length_normalised(log_p, token_mask[:, 1:].sum(-1), self._length_alpha)
+        calibration = self._loss(compared, similarity, exists, self._beta).sum()
 
         pairs = ordered_pairs(similarity, exists)
         agreeing = pairs & (log_p[:, :, None] > log_p[:, None, :])

@@ -1,0 +1,55 @@
+"""Points of the space of recipes that have a name: the paper's recommendation, and its neighbours.
+
+`preset = "brio"` at the top of a recipe, or `preset=brio` on the command line, lays the settings below under those of the
+recipe, which win. What differs from the systems they are named after is said in `docs/studies.md`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from calibeam import recipe
+from calibeam.records import CalibeamError
+
+Tables = dict[str, Any]
+
+PRESETS: dict[str, dict[str, Tables]] = {
+    # Zhao et al. 2023, sections 3.3 and 3.6: "a simple recipe"
+    "slic": {
+        "finetune": {"select": "perplexity"},
+        "decode": {"method": "beam", "num_candidates": 15},
+        "score": {"similarity": "decoder"},
+        "calibrate": {"loss": "rank", "beta": 10.0, "regularizer": "kl", "batch_size": 64},
+    },
+    # Liu et al. 2022, in the settings that its authors published for CNN/DailyMail
+    "brio": {
+        "decode": {"method": "diverse_beam", "num_candidates": 16, "diversity": 1.0},
+        "score": {"similarity": "rouge"},
+        "calibrate": {
+            "loss": "list_rank_mean", "beta": 0.001, "length_alpha": 2.0, "regularizer": "cross_entropy",
+            "reg_weight": 2e-4,  # 0.1 / 10, and the mean over some 50 tokens where cross entropy here is their sum
+            "learning_rate": 2e-5,
+        },
+    },
+    # Edunov et al. 2018: expected risk and token likelihood, in equal parts
+    "expected-risk": {
+        "decode": {"method": "beam", "num_candidates": 16},
+        "score": {"similarity": "rouge"},
+        "calibrate": {"loss": "reward", "regularizer": "cross_entropy", "reg_weight": 1.0},
+    },
+}  # fmt: skip
+ONLY_IF_ASKED_FOR = frozenset({"finetune"})
+
+
+def lay_under(tables: Tables) -> Tables:
+    """The tables with the settings of their preset, if they name one, wherever they have none of their own."""
+    name = tables.get("preset", "")
+    if not name:
+        return tables
+    if name not in PRESETS:
+        raise CalibeamError(f"unknown preset {name}{recipe.nearest(name, PRESETS)}")
+    found = {key: value for key, value in tables.items() if key != "preset"}
+    for stage, settings in PRESETS[name].items():
+        if stage in tables or stage not in ONLY_IF_ASKED_FOR:
+            found[stage] = {**settings, **tables.get(stage, {})}
+    return found

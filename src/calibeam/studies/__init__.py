@@ -1,0 +1,99 @@
+"""The paper's five studies. Each is a module of pure functions: `rows` makes a plan of recipe and settings, `make_table` and
+`make_figure` make a table and a figure of what was measured; `SPLIT` is what the paper reported on, and `PAPER` its figures.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from calibeam import display, figures, pipeline, recipe, store
+from calibeam.pipeline import STUDY, Step
+from calibeam.records import CalibeamError
+from calibeam.studies import preview
+from calibeam.studies.plan import Config, Row, Subject, in_order, subjects
+from calibeam.studies.results import Record, best, find, records
+from calibeam.studies.table import as_csv
+
+STUDIES: dict[str, str] = {
+    "ablation": "one choice of the method at a time",
+    "decoding": "quality against the number of candidates, by beam search and nucleus sampling",
+    "length": "with and without length normalisation, and repetitions",
+    "scaling": "quality against inference FLOPs, over model sizes",
+    "final": "the recommended recipe, against the fine-tuned model and published figures",
+}
+
+
+def load(name: str) -> Any:
+    if name not in STUDIES:
+        raise CalibeamError(f"unknown study {name}{recipe.nearest(name, STUDIES)}")
+    return import_module(f"calibeam.studies.{name}")
+
+
+def plan(name: str, tables: dict[str, Any]) -> tuple[Config, list[Subject], list[Row]]:
+    """A study's settings, datasets and rows, everything resolved and checked, nothing run or written."""
+    study = load(name)
+    pipeline.check_tables(tables)
+    if "output" not in tables:
+        raise CalibeamError("the recipe needs output, the folder of the run")
+    settings = {"output": str(Path(tables["output"]) / name), **tables.get(STUDY, {})}
+    config: Config = recipe.build(Config, STUDY, settings)
+    found = subjects(tables, config, config.split or study.SPLIT)
+    rows = study.rows(found, config)
+    if not rows:
+        raise CalibeamError(f"{name} has no rows with these settings")
+    return config, found, rows
+
+
+def run(name: str, tables: dict[str, Any], *, force: bool = False) -> Path:
+    """Run what is not there yet, choose on validation what is to be chosen, measure, and write the tables and the figure."""
+    study = load(name)
+    config, tasks, rows = plan(name, tables)
+    done: set[str] = set()
+    total = len(preview.expected(rows))
+    _walk(in_order(step for row in rows for step in row.trials), done, total, force)
+    chosen = [(row, best(row)) for row in rows]
+    _walk(in_order(point.measured for _, point in chosen), done, total, force)
+    found = [find(row, point) for row, point in chosen]
+    inputs = {each.folder.path.name: each.folder for each in found}
+    output = store.Output(STUDY, config, inputs, force=True)  # a table is cheap: make it again whenever something changed
+    if not output.done:
+        with output.writing():
+            _write(study, name, records(found, study.PAPER, {task.task: task.published_task for task in tasks}), config, output)
+    table = study.make_table(read(output.path))
+    display.table(table.title, table.columns, table.rows, figures=False)
+    display.say("\n".join(table.notes), style="dim")
+    display.say(f"{name}: {output.path}/table.md, .csv, .json and figure.svg, .png", style="bold green")
+    return output.path
+
+
+def read(place: Path) -> list[Record]:
+    """What a study found."""
+    found = store.read(place, STUDY)
+    return json.loads((found.path / "table.json").read_text(encoding="utf-8"))["records"]
+
+
+def show(name: str, tables: dict[str, Any]) -> None:
+    """The plan and its cost. Writes nothing."""
+    preview.show(name, plan(name, tables)[-1])
+
+
+def _write(study: Any, name: str, made: Sequence[Record], config: Config, output: store.Output) -> None:
+    table = study.make_table(made)
+    (output.folder / "table.md").write_text(table.markdown(), encoding="utf-8")
+    (output.folder / "table.csv").write_text(as_csv(made), encoding="utf-8")
+    output.write_json("table.json", {"study": name, "settings": recipe.plain(config.identity()), "records": made})
+    figures.save(study.make_figure(made), output.folder / "figure")
+    output.counts |= {"rows": len(made)}
+
+
+def _walk(steps: Sequence[Step], done: set[str], total: int, force: bool) -> None:
+    """Every step once, in order; those that are there are verified and kept."""
+    for step in steps:
+        if step.config.output not in done:
+            done.add(step.config.output)
+            display.say(f"[{len(done)}/{total}] {step.stage} -> {step.config.output}", style="bold")
+            step.run(force=force)

@@ -1,0 +1,240 @@
+"""What a step costs before it is run: floating point operations by the paper's appendix, and seconds by what was measured.
+
+Lengths are those of the prepared data, a token for every four characters, or else the paper's table of datasets; a
+backward pass counts two forward ones. What cannot be known yet (a model that is still to be made, data that nobody has
+counted) is None.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from calibeam import store
+from calibeam.paper.calibration import PAIR_LOSSES
+from calibeam.paper.flops import decoder_flops, encoder_flops, total_flops
+from calibeam.paper.regularization import WITHOUT_REFERENCE
+from calibeam.pipeline import Step
+from calibeam.records import CalibeamError
+from calibeam.tasks import TASKS
+from calibeam.tasks.task import SPLITS
+
+CHARACTERS_PER_TOKEN = 4
+TOKENS_PER_WORD = 1.3
+FORWARD_AND_BACKWARD = 3
+
+Once = Callable[[float], float]
+"""The FLOPs of one source and so many outputs."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """What the FLOPs of a model depend on. Parameters without embeddings."""
+
+    encoder_parameters: int
+    decoder_parameters: int
+    encoder_layers: int
+    decoder_layers: int
+    attention_size: int
+
+    @property
+    def parameters(self) -> int:
+        return self.encoder_parameters + self.decoder_parameters
+
+    def flops(self, source_length: float, target_length: float, candidates: float) -> float:
+        """total_C of one source and so many outputs"""
+        encoder = encoder_flops(self.encoder_parameters, self.encoder_layers, source_length, self.attention_size)
+        decoder = decoder_flops(self.decoder_parameters, self.decoder_layers, target_length, self.attention_size)
+        return total_flops(encoder, decoder, source_length, target_length, candidates)
+
+
+class Data(NamedTuple):
+    """Examples by split, and mean tokens."""
+
+    examples: dict[str, int]
+    source_length: float
+    target_length: float
+
+
+def is_there(step: Step) -> bool:
+    return (Path(step.config.output) / store.MANIFEST).is_file()
+
+
+def flops(step: Step) -> float | None:
+    """All that the step computes."""
+    if step.stage not in FLOPS:
+        return 0.0
+    size, data, config = size_of(step), data_of(step), step.config
+    if size is None or data is None:
+        return None
+    longest = getattr(config, "max_new_tokens", getattr(config, "max_target_length", data.target_length))
+    source = min(data.source_length, getattr(config, "max_source_length", data.source_length))
+    return FLOPS[step.stage](step, data, partial(size.flops, source, min(data.target_length, longest)))
+
+
+def _pretrain(step: Step, data: Data, once: Once) -> float:
+    return FORWARD_AND_BACKWARD * step.config.max_steps * step.config.batch_size * once(1)
+
+
+def _finetune(step: Step, data: Data, once: Once) -> float:
+    validating = _validating(step, data, once) if step.config.select == "rouge" else 0.0
+    return FORWARD_AND_BACKWARD * _seen(step, data) * once(1) + validating
+
+
+def _decode(step: Step, data: Data, once: Once) -> float:
+    return data.examples[step.config.split] * once(step.config.num_candidates)
+
+
+def _score(step: Step, data: Data, once: Once) -> float:
+    """Every candidate, and the target."""
+    return data.examples["train"] * once(_ancestor(step, "decode").config.num_candidates + 1)
+
+
+def _calibrate(step: Step, data: Data, once: Once) -> float:
+    """Two candidates or all of them, the target, and the target once more for the reference."""
+    config = step.config
+    pair = config.pairs == "sampled" and config.loss in {loss.__name__ for loss in PAIR_LOSSES}
+    candidates = 2 if pair else _ancestor(step, "decode").config.num_candidates
+    reference = 0.0 if config.regularizer in {function.__name__ for function in WITHOUT_REFERENCE} else once(1)
+    training = _seen(step, data) * (FORWARD_AND_BACKWARD * once(candidates + 1) + reference)
+    return training + _validating(step, data, once)
+
+
+def _evaluate(step: Step, data: Data, once: Once) -> float:
+    """The search, similarity, and perplexity."""
+    number, examples = step.config.num_candidates[0], data.examples[step.config.split]
+    return min(step.config.max_examples or examples, examples) * (once(number) + once(number + 1) + once(1))
+
+
+def _seen(step: Step, data: Data) -> float:
+    """Examples that are trained on, each as often as it is."""
+    return step.config.max_steps * step.config.batch_size or step.config.num_train_epochs * data.examples["train"]
+
+
+def _validating(step: Step, data: Data, once: Once) -> float:
+    config, examples = step.config, data.examples["validation"]
+    times = 1 + _seen(step, data) / (config.eval_steps * config.batch_size or data.examples["train"])
+    return times * min(config.select_examples or examples, examples) * (once(config.select_num_beams) + once(1))
+
+
+FLOPS: dict[str, Callable[[Step, Data, Once], float]] = {
+    "pretrain": _pretrain,
+    "finetune": _finetune,
+    "decode": _decode,
+    "score": _score,
+    "calibrate": _calibrate,
+    "evaluate": _evaluate,
+}
+
+
+def seconds(steps: Iterable[Step]) -> dict[str, float]:
+    """By place, what each step takes: as measured if it is there, else as finished steps of its stage did.
+
+    Those of this plan count by their FLOPs, others in the same folder by their mean.
+    """
+    steps = [*steps]
+    found = {step.config.output: _measured(Path(step.config.output))[1] for step in steps if is_there(step)}
+    elsewhere: dict[str, list[float]] = {}
+    for folder in {Path(step.config.output).parent for step in steps}:
+        for kind, taken in map(_measured, (file.parent for file in folder.glob(f"*/{store.MANIFEST}"))):
+            elsewhere.setdefault(kind, []).append(taken)
+    for step in steps:
+        wanted = flops(step)
+        alike = [(found[each.config.output], flops(each)) for each in steps if each.stage == step.stage and is_there(each)]
+        counted = sum(operations for _, operations in alike if operations)
+        if step.config.output in found or step.stage not in elsewhere:
+            continue
+        if wanted and counted:
+            found[step.config.output] = wanted * sum(taken for taken, operations in alike if operations) / counted
+        else:
+            found[step.config.output] = sum(elsewhere[step.stage]) / len(elsewhere[step.stage])
+    return found
+
+
+def _measured(folder: Path) -> tuple[str, float]:
+    manifest = json.loads((folder / store.MANIFEST).read_text(encoding="utf-8"))
+    return manifest["kind"], manifest["seconds"]
+
+
+def size_of(step: Step) -> Size | None:
+    """Of the model that a step reads, or of the one that it will be made from."""
+    place = step.config.model
+    made_by = next((need for need in step.needs if need.config.output == place), None)
+    if made_by and not is_there(made_by):
+        return size_of(made_by) if hasattr(made_by.config, "model") else None
+    return size_at(place)
+
+
+@cache
+def size_at(place: str) -> Size | None:
+    """Of a model in a folder or on the Hub, by its config alone; None where it cannot be had."""
+    import torch
+    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+
+    inside = Path(place) / "model"
+    try:
+        config = AutoConfig.from_pretrained(inside if (inside / "config.json").is_file() else place)
+        with torch.device("meta"):
+            model = AutoModelForSeq2SeqLM.from_config(config)
+    except (OSError, ValueError):
+        return None
+    encoder, decoder = model.get_encoder(), model.get_decoder()
+    attention = config.num_heads * config.d_kv if hasattr(config, "d_kv") else config.hidden_size
+    return Size(_parameters(encoder), _parameters(decoder), _layers(encoder), _layers(decoder), attention)
+
+
+def _parameters(stack: Any) -> int:
+    """Without embeddings, of which relative positions are one."""
+    import torch
+
+    embeddings = {id(p) for module in stack.modules() if isinstance(module, torch.nn.Embedding) for p in module.parameters()}
+    return sum(parameter.numel() for parameter in stack.parameters() if id(parameter) not in embeddings)
+
+
+def _layers(stack: Any) -> int:
+    return len(stack.block if hasattr(stack, "block") else stack.layers)
+
+
+def data_of(step: Step) -> Data | None:
+    """Of the data that a step reads: as prepared, or as the paper has it. Pretraining fills its sequences."""
+    if step.stage == "pretrain":
+        return Data({}, step.config.max_source_length, step.config.max_target_length)
+    prepared = _ancestor(step, "prepare")
+    return prepared_data(prepared.config.output) if is_there(prepared) else published_data(prepared.config.task)
+
+
+@cache
+def prepared_data(place: str) -> Data | None:
+    try:
+        folder = store.read(place, "prepare")
+    except CalibeamError:
+        return None
+    examples = folder.examples("train")
+    source = sum(len(example.source) for example in examples) / len(examples)
+    target = sum(len(example.targets[0]) for example in examples) / len(examples)
+    counts = {split: folder.count(split) for split in SPLITS}
+    return Data(counts, source / CHARACTERS_PER_TOKEN, target / CHARACTERS_PER_TOKEN)
+
+
+def published_data(task: str) -> Data | None:
+    paper = TASKS[task].paper if task else None
+    if paper is None:
+        return None
+    numbers = (text.strip().replace(",", "").replace("K", "000") for text in paper.examples.split("/"))
+    counts = dict(zip(SPLITS, map(int, numbers), strict=True))
+    return Data(counts, TOKENS_PER_WORD * paper.properties.source_words, TOKENS_PER_WORD * paper.properties.target_words)
+
+
+def in_line(step: Step) -> Iterable[Step]:
+    """The step and all that it comes from."""
+    yield step
+    for need in step.needs:
+        yield from in_line(need)
+
+
+def _ancestor(step: Step, stage: str) -> Step:
+    return next(each for each in in_line(step) if each.stage == stage)
