@@ -223,7 +223,7 @@ def test_an_interrupted_stage_says_so_and_leaves_nothing(tmp_path: Path) -> None
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert said == "error: interrupted; nothing half-written was left behind\n"
+    assert said == "error: stopped by SIGINT. Nothing half-written is left behind; the same command goes on from here\n"
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.partial").exists()
 

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import typer
 
 import calibeam
-from calibeam import display, functions, pipeline, recipe, stages
+from calibeam import display, functions, pipeline, recipe, signals, stages
 from calibeam.records import CalibeamError
 
 app = typer.Typer(
@@ -43,14 +43,14 @@ AllowCode = Annotated[
 def main() -> None:
     _quiet()
     try:
-        app()
+        with signals.listening():
+            app()
     except CalibeamError as error:
         display.complain(str(error))
         sys.exit(2)
-    except SystemExit as stop:
-        if stop.code == 130:  # what Ctrl-C becomes
-            display.complain("interrupted; nothing half-written was left behind")
-        raise
+    except signals.Stopped as stop:
+        display.complain(f"stopped by {stop}. Nothing half-written is left behind; the same command goes on from here")
+        sys.exit(stop.exit_code)
 
 
 @app.command()

@@ -77,6 +77,10 @@ class Bar:
         if figures:
             self._progress.update(self._task, figures=clean(figures))
 
+    def reach(self, done: int) -> None:
+        """So many in all, some of them perhaps by a run before this one."""
+        self._progress.update(self._task, completed=done)
+
 
 def track(items: Sequence[Sequence[T]], description: str) -> Iterator[Sequence[T]]:
     """Batches, with a bar that counts what is in them."""
