@@ -77,7 +77,7 @@ class Plan(NamedTuple):
     """What the checkpoint is chosen by; None for the last one."""
     patience: int = 0
     max_drift: float = 0.0
-    """Stop when the likelihood of targets is so many times off, a token; 0 for never."""
+    """Stop when a token of a target is so many times less likely than at the start; 0 for never."""
 
 
 class Item(NamedTuple):
@@ -115,8 +115,8 @@ class Problem(NamedTuple):
     dropout: bool
     shown: Mapping[str, str]
     """The figures to show as it goes, and what to call them."""
-    drift: Callable[[Mapping[str, float]], float] = lambda figures: 1.0
-    """By a step's figures, how many times off the likelihood of targets is, a token."""
+    drift: Callable[[Mapping[str, float]], float] | None = None
+    """How many times less likely a token of a target is, by a step's figures."""
 
 
 def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, output: store.Output) -> None:
@@ -173,7 +173,7 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
                 shown = f"{len(batch) / seconds:.4g} examples/s  "  # not in the log, which is the same for the same run
                 shown += _show({called: figures[name] for name, called in problem.shown.items()}) + "  "
                 bar.advance(figures=shown)
-                state.drift = problem.drift(figures)
+                state.drift = problem.drift(figures) if problem.drift else 1.0
                 if step % plan.every == 0 or step == plan.steps or step % config.save_steps == 0 or signals.asked():
                     facts = {"step": step, "progress": dataclasses.asdict(state)}
                     checkpoint.save(output.folder, facts, model, optimizer, schedule, problem.batches.position())
@@ -227,7 +227,9 @@ class _Progress:
             times = self.perplexity / self.first_perplexity
             return f"perplexity on validation is {times:.3g} times what it was, above max_drift, which is {plan.max_drift:g}"
         if self.drift > plan.max_drift:
-            return f"targets are off by a factor of {self.drift:.3g} a token, above max_drift, which is {plan.max_drift:g}"
+            return (
+                f"the divergence is e^kl = {self.drift:.3g} a token of the target, above max_drift, which is {plan.max_drift:g}"
+            )
         return ""
 
 
