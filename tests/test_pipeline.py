@@ -135,7 +135,7 @@ def test_a_second_run_makes_nothing_again(place: Path) -> None:
         assert work not in done.stdout
 
 
-def test_a_changed_setting_is_refused_by_name_and_made_again_when_forced(copy: Path) -> None:
+def test_fault_15_a_changed_setting_is_refused_by_name_and_made_again_when_forced(copy: Path) -> None:
     before = manifests(copy)
     with pytest.raises(
         CalibeamError, match=r"out/calibrate holds a result of another making:\n  settings\.beta: 10\.0 there, 5\.0 now"
@@ -156,7 +156,7 @@ def test_force_makes_again_only_what_has_changed(copy: Path) -> None:
     assert {name: after[name] for name in FOLDERS[:6]} == {name: before[name] for name in FOLDERS[:6]}
 
 
-def test_a_changed_row_is_refused_by_name(copy: Path) -> None:
+def test_fault_15_a_changed_row_is_refused_by_name(copy: Path) -> None:
     rows = copy / "train.jsonl"
     rows.write_text(rows.read_text().replace("the", "teh", 1))
     with pytest.raises(CalibeamError, match=r"out/prepare holds .*\n  inputs\.train:"):
@@ -165,7 +165,7 @@ def test_a_changed_row_is_refused_by_name(copy: Path) -> None:
 
 @pytest.mark.parametrize("name", ["prepare/train.parquet", "decode/candidates-00000.parquet", "model/README.md",
                                   "calibrate/model/model.safetensors", "evaluate/finetuned/results.json"])  # fmt: skip
-def test_a_flipped_byte_is_refused_with_the_name_of_the_file(name: str, copy: Path) -> None:
+def test_fault_17_a_flipped_byte_is_refused_with_the_name_of_the_file(name: str, copy: Path) -> None:
     file = copy / "out" / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

@@ -9,6 +9,7 @@ import dataclasses
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -216,4 +217,19 @@ def _quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    logging.getLogger("calibeam").addHandler(logging.StreamHandler())
+    sys.excepthook = _explain
+    handler = logging.StreamHandler()
+    handler.setFormatter(_CleanFormatter())
+    logging.getLogger("calibeam").addHandler(handler)
+
+
+class _CleanFormatter(logging.Formatter):
+    """What is logged may be text out of a model's files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return display.printable(super().format(record))
+
+
+def _explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """A mistake of ours, whose message may hold text out of data."""
+    sys.stderr.write(display.printable("".join(traceback.format_exception(kind, error, trace))))

@@ -27,9 +27,14 @@ console = Console(emoji=False)
 errors = Console(stderr=True, emoji=False)
 
 
+def printable(text: str) -> str:
+    """Without control characters, which could move the cursor or worse."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]", "", text)
+
+
 def clean(text: object) -> str:
-    """Without control characters, which could move the cursor or worse, and without markup."""
-    return escape(re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]", "", str(text)))
+    """The same, and without markup."""
+    return escape(printable(str(text)))
 
 
 def say(text: str, style: str = "") -> None:

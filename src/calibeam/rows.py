@@ -2,6 +2,7 @@
 
 Reading takes no more memory than the longest line allowed, whatever a compressed file expands to. Only a
 JSON document (an array, or one object over several lines) is read whole, and a compressed one up to a limit.
+What expands to very many times its size is refused, so that time has an end too.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ PINNED = re.compile(r"hf://datasets/[^@]+@[0-9a-f]{40}/")
 LONGEST_FIELD = 1_000_000
 LONGEST_LINE = 1 << 25
 LONGEST_DOCUMENT = 1 << 28  # out of a compressed file
+MOST_EXPANSION = 100  # times its size, for a file that expands to more than a document may
+PARQUET_BATCH = 1 << 26  # bytes of rows, as the file tells of itself, that are decoded together
 
 
 class Complaint(str):
@@ -100,11 +103,38 @@ def _zstd(path: Path, mode: str) -> IO[bytes]:
 COMPRESSIONS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".zst": _zstd}
 
 
+class _Expansion:
+    """Counts what comes out of a file, and stops where no honest one would have that much in it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._left = path, max(LONGEST_DOCUMENT, MOST_EXPANSION * path.stat().st_size)
+
+    def count(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise CalibeamError(f"{self._path} expands to more than {MOST_EXPANSION} times its size: decompress it first")
+
+
+class _Expanding(io.RawIOBase):
+    """A decompressing stream, counted."""
+
+    def __init__(self, stream: Any, path: Path) -> None:
+        self._stream, self._expansion = stream, _Expansion(path)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        size: int = self._stream.readinto(buffer)
+        self._expansion.count(size)
+        return size
+
+
 @contextmanager
 def _bytes_of(path: Path) -> Iterator[IO[bytes]]:
     try:
         with COMPRESSIONS.get(path.suffix, open)(path, "rb") as stream:
-            yield stream
+            yield io.BufferedReader(_Expanding(stream, path)) if path.suffix in COMPRESSIONS else stream
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise CalibeamError(f"{path} cannot be read: {error}") from error
 
@@ -183,9 +213,21 @@ def _parquet(path: Path) -> Iterator[Any]:
     import pyarrow.parquet as pq
 
     try:
+        expansion = _Expansion(path)
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
+            told = file.metadata
+        texts = [
+            told.schema.column(i).path for i in range(told.num_columns) if told.schema.column(i).physical_type == "BYTE_ARRAY"
+        ]
+        groups = [told.row_group(i) for i in range(told.num_row_groups)]
+        widest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
+        # A text that many rows share is held once: a small file can say "a gigabyte, a thousand times".
+        with pq.ParquetFile(path, read_dictionary=texts) as file:
+            for batch in file.iter_batches(batch_size=max(1, min(1024, PARQUET_BATCH // max(widest, 1)))):
+                for start in range(0, len(batch), 8):
+                    for row in batch.slice(start, 8).to_pylist():
+                        expansion.count(sum(len(value) for value in row.values() if isinstance(value, str)))
+                        yield row
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise CalibeamError(f"{path} cannot be read: {error}") from error
 

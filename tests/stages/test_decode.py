@@ -149,7 +149,7 @@ decode.run(decode.Config(**json.loads(sys.argv[1])))
 """
 
 
-def test_a_killed_run_goes_on_where_it_stopped(config: Config, undisturbed: Path) -> None:
+def test_fault_01_a_killed_run_goes_on_where_it_stopped(config: Config, undisturbed: Path) -> None:
     """Killed by the system, in the middle of the third shard."""
     killed = config()
     environment = {**os.environ, "PYTHONPATH": str(Path(calibeam.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
@@ -204,7 +204,9 @@ DAMAGE: dict[str, Callable[[Path, Path], Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_shard_that_is_not_whole_is_made_again(damage: Callable[[Path, Path], Any], config: Config, undisturbed: Path) -> None:
+def test_fault_17_a_shard_that_is_not_whole_is_made_again(
+    damage: Callable[[Path, Path], Any], config: Config, undisturbed: Path
+) -> None:
     left = interrupt(config(), after=9)
     damage(left / SHARDS[0], left / SHARDS[1])
     before = marks(left, SHARDS[1])
@@ -250,7 +252,7 @@ def test_shards_of_another_size_are_not_taken_along(config: Config, undisturbed:
     check_is(decode.run(config()), undisturbed)
 
 
-def test_an_error_while_the_folder_is_finished_keeps_the_shards(
+def test_fault_05_an_error_while_the_folder_is_finished_keeps_the_shards(
     config: Config, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files are read once more for their SHA-256, and a disk may be full by then."""

@@ -249,7 +249,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     [{"optimizer": "adafactor"}, {"optimizer": "adamw", "learning_rate": 1e-3, "mlm_ratio": 0.2, "workers": 1}],
     ids=["adafactor", "adamw"],
 )
-def test_stopped_anywhere_it_ends_at_the_same_bits(
+def test_fault_13_stopped_anywhere_it_ends_at_the_same_bits(
     changes: dict[str, Any], model: str, files: tuple[str, ...], tmp_path: Path, stop_at: Any
 ) -> None:
     whole = pretrain.run(config(model, files, tmp_path / "whole", **changes))

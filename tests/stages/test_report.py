@@ -122,7 +122,7 @@ def dom(work: Path, page: Path) -> Elements:
     return Elements(chromium(work, page, "--dump-dom"))
 
 
-def test_hostile_text_is_shown_as_text_and_nothing_else(dom: Elements, run: Path) -> None:
+def test_fault_44_hostile_text_is_shown_as_text_and_nothing_else(dom: Elements, run: Path) -> None:
     for bad in HOSTILE:
         assert bad in dom.text
     assert COLUMN in dom.text
@@ -133,7 +133,7 @@ def test_hostile_text_is_shown_as_text_and_nothing_else(dom: Elements, run: Path
         assert " / ".join(example.targets) in dom.text
 
 
-def test_there_is_nothing_on_the_page_that_can_run_or_load(dom: Elements, page: Path) -> None:
+def test_fault_44_there_is_nothing_on_the_page_that_can_run_or_load(dom: Elements, page: Path) -> None:
     assert {tag for tag, _ in dom.elements} & {
         "script",
         "svg",
