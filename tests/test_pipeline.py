@@ -64,11 +64,18 @@ max_target_length = 8
 FOLDERS = ["prepare", "create", "finetune", "decode", "score", "calibrate", "evaluate/finetuned", "evaluate/calibrated",
            "report", "model"]  # fmt: skip
 SMALL = ["calibrate.batch_size=8", "calibrate.max_steps=2", "calibrate.select=perplexity", "evaluate.num_candidates=[1,5]"]
+SECRET = "hf_thisIsNobodysBusiness"
 
 
 def command(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Of the same calibeam, wherever it runs."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(calibeam.__file__).parents[1]), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "HF_TOKEN": SECRET,
+        "PYTHONPATH": str(Path(calibeam.__file__).parents[1]),
+        "COLUMNS": "200",
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.run(  # noqa: S603
         [sys.executable, "-m", "calibeam", *arguments], capture_output=True, text=True, timeout=120, env=environment, cwd=cwd
     )
@@ -122,6 +129,19 @@ def test_a_run_writes_every_folder_a_report_and_a_model(place: Path) -> None:
     for number, stage in enumerate(FOLDERS, start=1):
         assert f"[{number}/{len(FOLDERS)}] " in printed
         assert f"-> out/{stage}" in printed
+
+
+def test_fault_56_no_secret_and_no_place_on_the_disk_is_told(place: Path) -> None:
+    """In no file at all, and in what people pass on not even the folder that the run was started in."""
+    for file in (place / "out").rglob("*"):
+        assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
+    shared = [place / "printed", place / "out/report.html", place / "out/report/report.html", place / "out/model/README.md",
+              *(place / "out").rglob("log.jsonl")]  # fmt: skip
+    for file in shared:
+        text = file.read_text()
+        assert SECRET not in text, file
+        assert str(place) not in text, file
+        assert str(Path.home()) + "/" not in text, file
 
 
 def test_a_second_run_makes_nothing_again(place: Path) -> None:

@@ -17,6 +17,7 @@ import pytest
 
 import calibeam
 from calibeam import display, seq2seq, signals, store
+from calibeam.records import CalibeamError
 from calibeam.seq2seq import Seq2Seq
 from calibeam.stages import calibrate, decode, evaluate, finetune, prepare, score
 from conftest import sentence, tiny_model
@@ -50,7 +51,7 @@ def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(score, "SHARD", 3)
 
 
-def run(work: Path, name: str, output: Path) -> Path:
+def run(work: Path, name: str, output: Path, **changes: Any) -> Path:
     own: dict[str, Any] = {
         "decode": {"num_candidates": 2, "max_new_tokens": 6, "max_source_length": 20, "batch_size": 2},
         "score": {"candidates": str(work / "whole/decode"), "batch_size": 2},
@@ -58,7 +59,9 @@ def run(work: Path, name: str, output: Path) -> Path:
         "calibrate": {"scored": str(work / "whole/score"), "max_drift": 0.0, **TRAINING},
     }
     module = {"decode": decode, "score": score, "finetune": finetune, "calibrate": calibrate}[name]
-    config = module.Config(output=str(output), data=str(work / "data"), model=str(work / "model"), device="cpu", **own[name])
+    config = module.Config(
+        output=str(output), **{"data": str(work / "data"), "model": str(work / "model"), "device": "cpu"} | own[name] | changes
+    )
     return module.run(config)
 
 
@@ -130,6 +133,32 @@ def test_fault_14_a_run_stopped_at_a_border_loses_and_repeats_nothing(call: int,
         with pytest.raises(signals.Stopped):
             run(work, "finetune", tmp_path / "out")
     assert contents(run(work, "finetune", tmp_path / "out")) == contents(work / "whole" / "finetune")
+
+
+def test_fault_12_and_15_a_run_goes_on_with_what_it_began_with_or_not_at_all(
+    work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another batch, other versions and another model are refused; how many examples go through the model at once is not."""
+    output = tmp_path / "out"
+    with pytest.MonkeyPatch.context() as patch, signals.listening():
+        signalled(patch, store.Output, "append_log", signal.SIGTERM, 3)
+        with pytest.raises(signals.Stopped):
+            run(work, "finetune", output)
+    with pytest.raises(
+        CalibeamError, match=r"interrupted, of another making:\n  settings\.batch_size: 4 there, 8 now\nPass --force"
+    ):
+        run(work, "finetune", output, batch_size=8)
+    with pytest.raises(CalibeamError, match=r"  inputs\.model: '.*' there, '.*' now"):
+        run(work, "finetune", output, model=str(work / "whole/calibrate"))
+    with monkeypatch.context() as patch, pytest.raises(CalibeamError, match=r"\n  versions\.torch: '.*' there, '1\.13' now"):
+        patch.setattr(store, "versions", lambda: {**versions, "torch": "1.13"})
+        run(work, "finetune", output)
+    resumed = run(work, "finetune", output, micro_batch_size=1)
+    steps = [[json.loads(line) for line in (folder / "log.jsonl").open()] for folder in (resumed, work / "whole/finetune")]
+    assert [record["step"] for record in steps[0]] == [record["step"] for record in steps[1]]
+
+
+versions = store.versions()
 
 
 def test_a_signal_waits_for_what_is_postponed_and_handlers_are_put_back() -> None:

@@ -21,7 +21,9 @@ from calibeam import functions
 from calibeam.records import CalibeamError
 
 LONGEST = 100_000
-"""Characters of a recipe. Some TOML takes time that grows with the square of its length."""
+"""Characters of a recipe."""
+MOST_DOTS = 2000
+"""In one line of it: the time that a dotted key takes grows with the square of its parts."""
 
 
 class Typed(str):
@@ -83,8 +85,8 @@ def read(path: Path) -> dict[str, Any]:
         raise CalibeamError(f"no recipe at {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CalibeamError(f"recipe {path} cannot be read: {error}") from error
-    if len(text) > LONGEST:
-        raise CalibeamError(f"recipe {path} is longer than {LONGEST:,} characters: is it a recipe?")
+    if len(text) > LONGEST or any(line.count(".") > MOST_DOTS for line in text.splitlines()):
+        raise CalibeamError(f"recipe {path} is no recipe: it is longer than {LONGEST:,} characters, or a line is full of dots")
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:

@@ -61,8 +61,11 @@ def digest(place: str) -> str:
         return found.hexdigest()
     if not Path(place).is_file():
         raise CalibeamError(f"no file at {place}")
-    with Path(place).open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    try:
+        with Path(place).open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise CalibeamError(f"{place} cannot be read: {error}") from error
 
 
 def is_readable(path: Path) -> bool:

@@ -364,7 +364,7 @@ def _check_shards(folder: Path) -> None:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CalibeamError(f"{index} is not an index of weights: {error!r}") from error
-        if outside := sorted(str(name) for name in names if Path(str(name)).name != name):
+        if outside := sorted(str(name) for name in names if Path(str(name)).name != name or name == ".."):
             raise CalibeamError(f"{index} names a file outside its folder: {outside[0]}")
 
 

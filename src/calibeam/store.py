@@ -43,6 +43,7 @@ PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "nltk", "sacrebleu", "sentencepiece", "peft",
 )  # fmt: skip
 
+LONGEST_NAME = 255  # bytes
 DISK_PROBLEMS = tuple(
     getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "EMFILE", "ENFILE")
 )
@@ -190,6 +191,8 @@ class Output:
         if not self.path.name or self.path.name == "..":
             raise CalibeamError(f"output must name a folder to make, got {config.output!r}")
         self.folder = self.path.with_name(f".{self.path.name}.partial")
+        if len(os.fsencode(self.folder.name)) > LONGEST_NAME:
+            raise CalibeamError(f"File name too long: {self.path.name[:40]}...; choose a shorter output")
         """Where the stage writes its files."""
         self.counts: dict[str, Any] = {}
         self.notes: list[str] = []

@@ -5,6 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import lzma
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -179,6 +181,17 @@ def test_workers_change_nothing(files: tuple[str, ...], vocabulary: Path) -> Non
     with stream(files, vocabulary, mlm_ratio=0.2) as one, stream(files, vocabulary, workers=2, mlm_ratio=0.2) as other:
         for _ in range(20):
             assert same(one.batch()[0], other.batch()[0])
+
+
+def test_fault_09_a_worker_that_is_killed_is_an_error_that_says_so(files: tuple[str, ...], vocabulary: Path) -> None:
+    with stream(files, vocabulary, workers=1) as source:
+        source.batch()
+        assert source._pool is not None
+        (worker,) = source._pool._processes
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(CalibeamError, match="a process that prepares data has died"):
+            for _ in range(100):
+                source.batch()
 
 
 @pytest.mark.parametrize("stop", [1, 7, 23])
