@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from calibeam import sequence_log_p
 from calibeam.paper.calibration import CALIBRATION_LOSSES, list_rank, margin, rank, reward, sample_pair
+from conftest import tiny_model
 
 PAIR_LOSSES = ["rank", "margin"]
 EVERY = torch.ones(1, 3, dtype=torch.bool)
@@ -124,6 +126,18 @@ def test_fault_27_reward_is_finite_for_vanishing_probabilities() -> None:
     assert log_p.grad is not None
     assert log_p.grad.isfinite().all()
     assert log_p.grad.any()
+
+
+def test_fault_27_reward_is_finite_for_a_model_that_writes_a_thousand_tokens() -> None:
+    """Of two outputs of 1,000 tokens, at some thousand nats each."""
+    model = tiny_model("t5")
+    token_ids = torch.randint(3, 300, (1, 2, 1000), generator=torch.Generator().manual_seed(0))
+    log_p = sequence_log_p(model, torch.tensor([[5, 6, 1]]), torch.ones(1, 3, dtype=torch.bool), token_ids)
+    assert (log_p < -2000).all()
+    loss = reward(log_p, torch.tensor([[1.0, 0.5]]), EVERY[:, :2], 0.0)
+    loss.sum().backward()
+    assert -1 <= loss.item() <= -0.5
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
 @pytest.mark.parametrize("name", CALIBRATION_LOSSES)

@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import signal
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -190,8 +191,7 @@ def test_fault_09_a_worker_that_is_killed_is_an_error_that_says_so(files: tuple[
         (worker,) = source._pool._processes
         os.kill(worker, signal.SIGKILL)
         with pytest.raises(CalibeamError, match="a process that prepares data has died"):
-            for _ in range(100):
-                source.batch()
+            deque((source.batch() for _ in range(100)), maxlen=0)
 
 
 @pytest.mark.parametrize("stop", [1, 7, 23])
