@@ -44,6 +44,7 @@ PACKAGES = (
 )  # fmt: skip
 
 LONGEST_NAME = 255  # bytes
+ROW_GROUP = 4096  # rows that are written together
 DISK_PROBLEMS = tuple(
     getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "EMFILE", "ENFILE")
 )
@@ -78,11 +79,7 @@ class Folder:
         """The same row by row, from one file or from shards in their order."""
         shards = sorted(file for file in self.manifest["files"] if re.fullmatch(rf"{name}-\d+\.parquet", file))
         for file in shards or [f"{name}.parquet"]:
-            with pq.ParquetFile(self.path / file) as parquet:
-                if not parquet.schema_arrow.equals(schema):
-                    raise CalibeamError(f"{self.path / file} has columns {parquet.schema_arrow.names}, not {schema.names}")
-                for batch in parquet.iter_batches(1024):
-                    yield from batch.to_pylist()
+            yield from _rows(self.path / file, schema)
 
     def examples(self, split: str) -> list[Example]:
         return [*self.stream_examples(split)]
@@ -108,6 +105,14 @@ class Folder:
     @property
     def splits(self) -> list[str]:
         return [name.removesuffix(".parquet") for name in self.manifest["files"] if name.endswith(".parquet")]
+
+
+def _rows(file: Path, schema: pa.Schema) -> Iterator[dict[str, Any]]:
+    with pq.ParquetFile(file) as parquet:
+        if not parquet.schema_arrow.equals(schema):
+            raise CalibeamError(f"{file} has columns {parquet.schema_arrow.names}, not {schema.names}")
+        for batch in parquet.iter_batches(1024):
+            yield from batch.to_pylist()
 
 
 def read(path: str | Path, kind: str) -> Folder:
@@ -280,11 +285,21 @@ class Output:
         self.done = True
 
     def write_rows(self, name: str, rows: Iterable[dict[str, Any]], schema: pa.Schema) -> None:
-        """One table, whole or not at all."""
-        partial = self.folder / f".{name}.partial"
-        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), partial, write_page_checksum=True)
+        """One table, whole or not at all, and never all of it in memory."""
+        partial, left = self.folder / f".{name}.partial", iter(rows)
+        with pq.ParquetWriter(partial, schema, write_page_checksum=True) as writer:
+            while some := [*itertools.islice(left, ROW_GROUP)]:
+                writer.write_table(pa.Table.from_pylist(some, schema=schema))
         sync(partial)
         os.replace(partial, self.folder / f"{name}.parquet")
+
+    def read_rows(self, name: str, schema: pa.Schema) -> Iterator[dict[str, Any]]:
+        """What `write_rows` wrote, while the stage is under way."""
+        return _rows(self.folder / f"{name}.parquet", schema)
+
+    def drop(self, name: str) -> None:
+        """Remove a table that is of no more use."""
+        (self.folder / f"{name}.parquet").unlink()
 
     def shards(
         self,
