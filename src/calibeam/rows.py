@@ -11,13 +11,13 @@ import csv
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -153,7 +153,7 @@ def _json(path: Path) -> Iterator[Any]:
         first = stream.readline(LONGEST_LINE)
         row = next(_json_lines([first]), None)
         if isinstance(row, dict):
-            yield from chain([row], _json_lines(_lines(stream)))
+            yield from itertools.chain([row], _json_lines(_lines(stream)))
             return
         most = max(LONGEST_DOCUMENT, path.stat().st_size)
         content = first + stream.read(most)
@@ -212,27 +212,43 @@ def _csv(path: Path) -> Iterator[Any]:
 
 
 def _parquet(path: Path) -> Iterator[Any]:
+    """Fewer rows at once where they are long. A small file can say "a gigabyte, a thousand times": it names the text once."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         expansion = _Expansion(path)
-        with pq.ParquetFile(path) as file:
-            told = file.metadata
-        texts = [
-            told.schema.column(i).path for i in range(told.num_columns) if told.schema.column(i).physical_type == "BYTE_ARRAY"
-        ]
-        groups = [told.row_group(i) for i in range(told.num_row_groups)]
-        widest = max((group.total_byte_size // max(group.num_rows, 1) for group in groups), default=0)
-        # A text that many rows share is held once: a small file can say "a gigabyte, a thousand times".
-        with pq.ParquetFile(path, read_dictionary=texts) as file:
-            for batch in file.iter_batches(batch_size=max(1, min(1024, PARQUET_BATCH // max(widest, 1)))):
-                for start in range(0, len(batch), 8):
-                    for row in batch.slice(start, 8).to_pylist():
+        with pq.ParquetFile(path) as file, pq.ParquetFile(path, read_dictionary=_texts(file.schema)) as sharing:
+            for number in range(file.num_row_groups):
+                group = file.metadata.row_group(number)
+                widest = max(group.total_byte_size // max(group.num_rows, 1), _longest_shared(sharing, number), 1)
+                size = max(1, min(1024, PARQUET_BATCH // widest))
+                for batch in file.iter_batches(size, row_groups=[number]):
+                    for row in batch.to_pylist():
                         expansion.count(sum(len(value) for value in row.values() if isinstance(value, str)))
                         yield row
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise CalibeamError(f"{path} cannot be read: {error}") from error
+
+
+def _texts(schema: Any) -> list[str]:
+    columns = (schema.column(place) for place in range(len(schema)))
+    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY" and column.logical_type.type == "STRING"]
+
+
+def _longest_shared(file: Any, group: int) -> int:
+    """Bytes of the longest text that rows of a group may share."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    columns = [column for batch in itertools.islice(file.iter_batches(8, row_groups=[group]), 1) for column in batch.columns]
+    longest = 0
+    for column in columns:
+        while pa.types.is_list(column.type):
+            column = column.values
+        if pa.types.is_dictionary(column.type):
+            longest = max(longest, pc.max(pc.binary_length(column.dictionary)).as_py() or 0)
+    return longest
 
 
 def _text(path: Path) -> Iterator[Any]:
@@ -240,7 +256,7 @@ def _text(path: Path) -> Iterator[Any]:
     with _bytes_of(path) as stream:
         lines: list[str] = []
         size = 0
-        for line in chain(_lines(stream), [b""]):
+        for line in itertools.chain(_lines(stream), [b""]):
             problem = line if isinstance(line, Complaint) else None
             try:
                 text = "" if isinstance(line, Complaint) else line.decode("utf-8-sig")

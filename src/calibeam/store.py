@@ -174,16 +174,16 @@ def _other_making(what: str, changes: Sequence[str]) -> CalibeamError:
 
 
 def _problem_of_disk(error: BaseException, path: Path) -> CalibeamError | None:
-    """A disk that is full, read-only, out of quota or failing, as something a user can mend. Libraries put it in many ways."""
-    text = str(error)
-    found = next(
-        (number for number in DISK_PROBLEMS if getattr(error, "errno", None) == number or os.strerror(number) in text), 0
-    )
-    if isinstance(error, CalibeamError) or not found:
+    """A disk that is full, read-only, out of quota or failing, as something a user can mend."""
+    if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":  # which has no number, only a text
         return None
-    space = shutil.disk_usage(path.parent).free
+    given = getattr(error, "errno", None)
+    found = next((number for number in DISK_PROBLEMS if number == given or os.strerror(number) in str(error)), None)
+    if found is None:
+        return None
+    where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
     return CalibeamError(
-        f"{path} cannot be written: {os.strerror(found)} ({space:,} bytes are free there). "
+        f"{path} cannot be written: {os.strerror(found)} ({shutil.disk_usage(path.parent).free:,} bytes are free there){where}. "
         f"What was finished before is kept; run the same command again when this is mended"
     )
 
@@ -196,9 +196,9 @@ class Output:
         if not self.path.name or self.path.name == "..":
             raise CalibeamError(f"output must name a folder to make, got {config.output!r}")
         self.folder = self.path.with_name(f".{self.path.name}.partial")
+        """Where the stage writes its files."""
         if len(os.fsencode(self.folder.name)) > LONGEST_NAME:
             raise CalibeamError(f"File name too long: {self.path.name[:40]}...; choose a shorter output")
-        """Where the stage writes its files."""
         self.counts: dict[str, Any] = {}
         self.notes: list[str] = []
         self._origin = {
