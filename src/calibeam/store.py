@@ -111,8 +111,9 @@ def _rows(file: Path, schema: pa.Schema) -> Iterator[dict[str, Any]]:
     with pq.ParquetFile(file) as parquet:
         if not parquet.schema_arrow.equals(schema):
             raise CalibeamError(f"{file} has columns {parquet.schema_arrow.names}, not {schema.names}")
-        for batch in parquet.iter_batches(1024):
-            yield from batch.to_pylist()
+        for group in range(parquet.num_row_groups):  # one by one: a reader of all keeps what it has read
+            for batch in parquet.iter_batches(1024, row_groups=[group]):
+                yield from batch.to_pylist()
 
 
 def read(path: str | Path, kind: str) -> Folder:
