@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
 
-.PHONY: demo test check browser clean
+.PHONY: demo test check browser crash-sweep fuzz load clean
 
 demo: $(INSTALLED)  ## calibrate the small model that ships with calibeam, and write out/demo/report.html
 	$(BIN)/calibeam run recipes/demo.toml
@@ -20,6 +20,15 @@ check: $(INSTALLED)
 browser:  # the report's tests open it in a real browser
 	@command -v chromium >/dev/null || (apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq chromium >/dev/null) \
 	  || (echo "the tests need chromium: please install it" && exit 1)
+
+crash-sweep: $(INSTALLED)  ## kill -9 at 60 points of each of four stages, and compare what comes out in the end
+	PYTHONPATH=tests OMP_NUM_THREADS=1 $(BIN)/python tests/crash_sweep.py 60
+
+fuzz: $(INSTALLED)  ## 10,000 cases for everything that reads what others wrote
+	CALIBEAM_FUZZ=10000 $(BIN)/pytest tests/test_fuzz.py
+
+load: $(INSTALLED)  ## time and memory at 20,000, 200,000 and 2 million rows
+	$(BIN)/python benchmarks/load.py
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)

@@ -183,7 +183,7 @@ def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path, rows_file: 
     assert str(train) in refused("prepare", f"output={train}/out", f"train={train}", f"validation={train}")
 
 
-def test_escapes_in_data_and_file_names_never_reach_the_terminal(tmp_path: Path) -> None:
+def test_fault_45_escapes_in_data_and_file_names_never_reach_the_terminal(tmp_path: Path) -> None:
     evil = "\x1b[31m\x1b]0;title\x07\x9b2J\u202e"
     file = tmp_path / f"{evil}.jsonl"
     good, odd = {"id": f"x{evil}", "source": "s", "target": "t"}, {evil: "s"}
@@ -213,7 +213,7 @@ def test_a_file_name_that_is_not_unicode_is_no_reason_to_break_down(tmp_path: Pa
     assert (tmp_path / "out").exists() == (done.returncode == 0)
 
 
-def test_an_interrupted_stage_says_so_and_leaves_nothing(tmp_path: Path) -> None:
+def test_fault_04_an_interrupted_stage_says_so_and_leaves_nothing(tmp_path: Path) -> None:
     arguments = ["prepare", f"output={tmp_path / 'out'}", "task=docstrings"]
     line = [sys.executable, "-m", "calibeam", *arguments]
     with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
@@ -223,7 +223,7 @@ def test_an_interrupted_stage_says_so_and_leaves_nothing(tmp_path: Path) -> None
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert said == "error: interrupted; nothing half-written was left behind\n"
+    assert said == "error: stopped by SIGINT. Nothing half-written is left behind; the same command goes on from here\n"
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.partial").exists()
 
@@ -288,7 +288,7 @@ def place(tmp_path: Path, data: Path, model_folder: Any) -> Path:
 
 
 @pytest.mark.parametrize("line", [["score"], ["evaluate", "--allow-code"], ["run", "--allow-code"]], ids=" ".join)
-def test_a_recipe_can_run_no_code_even_beside_the_flag(line: list[str], place: Path) -> None:
+def test_fault_52_a_recipe_can_run_no_code_even_beside_the_flag(line: list[str], place: Path) -> None:
     said = refused(line[0], "evil.toml", *line[1:], cwd=place)
     assert "module:function works on the command line alone, with --allow-code" in said
     assert not (place / "it-ran").exists()
@@ -307,7 +307,7 @@ def test_a_function_named_on_the_command_line_needs_the_flag(place: Path) -> Non
         assert row["similarity"] == [len(text) for text in row["texts"]]
 
 
-def test_a_changed_function_is_another_making(place: Path) -> None:
+def test_fault_15_a_changed_function_is_another_making(place: Path) -> None:
     line = "score", "recipe.toml", "similarity=mine:longer", "--allow-code"
     assert command(*line, cwd=place).returncode == 0
     manifest = place / "run/score" / store.MANIFEST

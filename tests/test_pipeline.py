@@ -64,11 +64,18 @@ max_target_length = 8
 FOLDERS = ["prepare", "create", "finetune", "decode", "score", "calibrate", "evaluate/finetuned", "evaluate/calibrated",
            "report", "model"]  # fmt: skip
 SMALL = ["calibrate.batch_size=8", "calibrate.max_steps=2", "calibrate.select=perplexity", "evaluate.num_candidates=[1,5]"]
+SECRET = "hf_thisIsNobodysBusiness"
 
 
 def command(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
     """Of the same calibeam, wherever it runs."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(calibeam.__file__).parents[1]), "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "HF_TOKEN": SECRET,
+        "PYTHONPATH": str(Path(calibeam.__file__).parents[1]),
+        "COLUMNS": "200",
+        "OMP_NUM_THREADS": "1",
+    }
     return subprocess.run(  # noqa: S603
         [sys.executable, "-m", "calibeam", *arguments], capture_output=True, text=True, timeout=120, env=environment, cwd=cwd
     )
@@ -124,6 +131,19 @@ def test_a_run_writes_every_folder_a_report_and_a_model(place: Path) -> None:
         assert f"-> out/{stage}" in printed
 
 
+def test_fault_56_no_secret_and_no_place_on_the_disk_is_told(place: Path) -> None:
+    """In no file at all, and in what people pass on not even the folder that the run was started in."""
+    for file in (place / "out").rglob("*"):
+        assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
+    shared = [place / "printed", place / "out/report.html", place / "out/report/report.html", place / "out/model/README.md",
+              *(place / "out").rglob("log.jsonl")]  # fmt: skip
+    for file in shared:
+        text = file.read_text()
+        assert SECRET not in text, file
+        assert str(place) not in text, file
+        assert str(Path.home()) + "/" not in text, file
+
+
 def test_a_second_run_makes_nothing_again(place: Path) -> None:
     """A manifest holds the time at which its folder was made."""
     before = manifests(place)
@@ -135,7 +155,7 @@ def test_a_second_run_makes_nothing_again(place: Path) -> None:
         assert work not in done.stdout
 
 
-def test_a_changed_setting_is_refused_by_name_and_made_again_when_forced(copy: Path) -> None:
+def test_fault_15_a_changed_setting_is_refused_by_name_and_made_again_when_forced(copy: Path) -> None:
     before = manifests(copy)
     with pytest.raises(
         CalibeamError, match=r"out/calibrate holds a result of another making:\n  settings\.beta: 10\.0 there, 5\.0 now"
@@ -156,7 +176,7 @@ def test_force_makes_again_only_what_has_changed(copy: Path) -> None:
     assert {name: after[name] for name in FOLDERS[:6]} == {name: before[name] for name in FOLDERS[:6]}
 
 
-def test_a_changed_row_is_refused_by_name(copy: Path) -> None:
+def test_fault_15_a_changed_row_is_refused_by_name(copy: Path) -> None:
     rows = copy / "train.jsonl"
     rows.write_text(rows.read_text().replace("the", "teh", 1))
     with pytest.raises(CalibeamError, match=r"out/prepare holds .*\n  inputs\.train:"):
@@ -165,7 +185,7 @@ def test_a_changed_row_is_refused_by_name(copy: Path) -> None:
 
 @pytest.mark.parametrize("name", ["prepare/train.parquet", "decode/candidates-00000.parquet", "model/README.md",
                                   "calibrate/model/model.safetensors", "evaluate/finetuned/results.json"])  # fmt: skip
-def test_a_flipped_byte_is_refused_with_the_name_of_the_file(name: str, copy: Path) -> None:
+def test_fault_17_a_flipped_byte_is_refused_with_the_name_of_the_file(name: str, copy: Path) -> None:
     file = copy / "out" / name
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1

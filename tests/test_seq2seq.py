@@ -52,7 +52,7 @@ def test_a_saved_model_loads_with_equal_logits_here_and_in_transformers(
     assert torch.equal(logits(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()), logits(model))
 
 
-def test_a_model_loads_in_float32_unless_told_otherwise(model_folder: Callable[..., Path]) -> None:
+def test_fault_23_a_model_loads_in_float32_unless_told_otherwise(model_folder: Callable[..., Path]) -> None:
     folder = model_folder()
     assert load(folder, device="cpu").model.dtype == torch.float32
     assert load(folder, device="cpu", dtype=torch.bfloat16).model.dtype == torch.bfloat16
@@ -129,7 +129,7 @@ def test_fault_34_a_start_token_that_the_model_has_no_embedding_for_is_refused(t
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_weights_that_are_not_finite_are_refused_at_load_and_save(value: float, pair: Seq2Seq, tmp_path: Path) -> None:
+def test_fault_22_weights_that_are_not_finite_are_refused_at_load_and_save(value: float, pair: Seq2Seq, tmp_path: Path) -> None:
     with torch.no_grad():
         pair.model.get_decoder().layers[1].fc1.weight[3, 2] = value
     with pytest.raises(CalibeamError, match=r"not finite: .*decoder\.layers\.1\.fc1\.weight"):
@@ -140,7 +140,7 @@ def test_weights_that_are_not_finite_are_refused_at_load_and_save(value: float, 
         load(folder, device="cpu")
 
 
-def test_pickled_weights_are_refused(pair: Seq2Seq, tmp_path: Path) -> None:
+def test_fault_46_pickled_weights_are_refused(pair: Seq2Seq, tmp_path: Path) -> None:
     folder = plain_checkpoint(pair.model, pair.tokenizer, tmp_path / "model")
     (folder / "model.safetensors").unlink()
     torch.save(pair.model.state_dict(), folder / "pytorch_model.bin")
@@ -157,7 +157,7 @@ def test_weights_that_do_not_fit_the_config_are_refused(model_folder: Callable[.
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
-def test_a_damaged_file_is_a_clear_error(name: str, model_folder: Callable[..., Path]) -> None:
+def test_fault_17_a_damaged_file_is_a_clear_error(name: str, model_folder: Callable[..., Path]) -> None:
     folder = model_folder()
     (folder / name).write_bytes((folder / name).read_bytes()[:100])
     with pytest.raises(CalibeamError, match="does not load"):
@@ -170,7 +170,7 @@ def test_a_folder_is_found_itself_or_as_the_model_of_a_stage(model_folder: Calla
     assert locate(str(folder.parent)) == folder
 
 
-def test_a_missing_folder_is_a_clear_error(tmp_path: Path) -> None:
+def test_fault_18_a_missing_folder_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(CalibeamError, match=r"no model at .*nowhere: there is no such folder"):
         locate(tmp_path / "nowhere")
     with pytest.raises(CalibeamError, match="nowhere"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import signal
 import subprocess
@@ -158,7 +159,7 @@ def test_what_is_done_is_done_and_settings_that_change_nothing_do_not_count(tmp_
     assert stage(tmp_path / "data", speed=5).done
 
 
-def test_a_changed_setting_is_refused_with_what_it_was_and_is(tmp_path: Path) -> None:
+def test_fault_15_a_changed_setting_is_refused_with_what_it_was_and_is(tmp_path: Path) -> None:
     write(tmp_path / "data")
     with pytest.raises(CalibeamError) as error:
         stage(tmp_path / "data", width=2, names=("y",))
@@ -170,7 +171,7 @@ def test_a_changed_setting_is_refused_with_what_it_was_and_is(tmp_path: Path) ->
     assert "--force" in message
 
 
-def test_a_changed_input_or_kind_is_refused(tmp_path: Path) -> None:
+def test_fault_15_a_changed_input_or_kind_is_refused(tmp_path: Path) -> None:
     data, other = write(tmp_path / "data"), store.Folder(tmp_path, "0" * 64, {})
     write(tmp_path / "next", kind="decode", inputs={"data": data})
     assert stage(tmp_path / "next", kind="decode", inputs={"data": data}).done
@@ -229,7 +230,7 @@ def test_a_place_without_a_name_is_refused(tmp_path: Path, monkeypatch: pytest.M
         store.Output("prepare", Config(output=place), {})
 
 
-def test_a_place_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+def test_fault_06_a_place_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(CalibeamError, match="file"):
         write(tmp_path / "file" / "data")
@@ -287,7 +288,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGE.values(), ids=DAMAGE)
-def test_a_damaged_folder_is_neither_read_nor_taken_as_done(tmp_path: Path, damage: Any, message: str) -> None:
+def test_fault_17_and_48_a_damaged_folder_is_neither_read_nor_taken_as_done(tmp_path: Path, damage: Any, message: str) -> None:
     path = tmp_path / "data"
     write(path)
     damage(path)
@@ -312,7 +313,7 @@ EDITS: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("change", EDITS.values(), ids=EDITS)
-def test_an_edited_manifest_is_refused(tmp_path: Path, change: Any) -> None:
+def test_fault_17_an_edited_manifest_is_refused(tmp_path: Path, change: Any) -> None:
     write(tmp_path / "data")
     edit(tmp_path / "data", change)
     with pytest.raises(CalibeamError, match=r"manifest\.json is damaged"):
@@ -320,7 +321,7 @@ def test_an_edited_manifest_is_refused(tmp_path: Path, change: Any) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"null", b"\xff\xfe", b'"text"'])
-def test_a_manifest_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_fault_17_a_manifest_that_is_none_is_refused(tmp_path: Path, content: bytes) -> None:
     write(tmp_path / "data")
     (tmp_path / "data" / store.MANIFEST).write_bytes(content)
     with pytest.raises(CalibeamError, match=r"manifest\.json is damaged"):
@@ -395,7 +396,7 @@ def writer(tmp_path: Path) -> Any:
         process.kill()
 
 
-def test_a_second_writer_is_refused_while_the_first_is_at_work_and_does_it_no_harm(tmp_path: Path, writer: Any) -> None:
+def test_fault_11_a_second_writer_is_refused_while_the_first_is_at_work_and_does_it_no_harm(tmp_path: Path, writer: Any) -> None:
     with pytest.raises(CalibeamError, match="data is in use: another process is writing it"):
         write(tmp_path / "data")
     writer.communicate()
@@ -404,13 +405,33 @@ def test_a_second_writer_is_refused_while_the_first_is_at_work_and_does_it_no_ha
     assert set(folder.manifest["files"]) == {"half.json"}
 
 
-def test_a_killed_process_leaves_no_result_and_the_next_run_succeeds(tmp_path: Path, writer: Any) -> None:
+def test_fault_01_a_killed_process_leaves_no_result_and_the_next_run_succeeds(tmp_path: Path, writer: Any) -> None:
     writer.kill()
     assert writer.wait() == -signal.SIGKILL
     assert not (tmp_path / "data").exists()
     folder = write(tmp_path / "data")
     assert set(folder.manifest["files"]) == {"train.parquet", "model/notes.txt"}
     assert "half.json" not in everything_under(tmp_path / "data")
+
+
+def test_fault_01_a_folder_that_was_finished_and_not_renamed_is_adopted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stopped between taking the old result away and putting the new one there."""
+    write(tmp_path / "data")
+    rename = os.replace
+
+    def stopped(source: Path, target: Path) -> None:
+        if Path(source).name == ".data.partial":
+            raise KeyboardInterrupt
+        rename(source, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            write(tmp_path / "data", width=2, force=True)
+    assert not (tmp_path / "data").exists()
+    assert stage(tmp_path / "data", width=2).done
+    assert store.read(tmp_path / "data", "prepare").manifest["settings"]["width"] == 2
+    assert {file.name for file in tmp_path.iterdir()} == {"data", ".data.lock"}
 
 
 # One file

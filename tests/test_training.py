@@ -99,7 +99,7 @@ def distance(left: dict[str, Tensor], right: dict[str, Tensor]) -> float:
 
 
 @pytest.mark.parametrize("family", ["t5", "t5-untied"])
-def test_finetuning_does_not_depend_on_the_micro_batch(family: str, data: Path, model_folder: Make) -> None:
+def test_fault_30_finetuning_does_not_depend_on_the_micro_batch(family: str, data: Path, model_folder: Make) -> None:
     """Targets differ in length, so a mean of micro-batches' means would be another loss."""
     model = with_dropout(0.0, model_folder(family))
     given = {"max_grad_norm": 1e9, "learning_rate": 1e-3}
@@ -108,7 +108,9 @@ def test_finetuning_does_not_depend_on_the_micro_batch(family: str, data: Path, 
 
 @pytest.mark.parametrize("regularizer", ["cross_entropy", "kl"])
 @pytest.mark.parametrize(("loss", "pairs"), LOSSES)
-def test_calibration_does_not_depend_on_the_micro_batch(loss: str, pairs: str, regularizer: str, scored: dict[str, str]) -> None:
+def test_fault_30_calibration_does_not_depend_on_the_micro_batch(
+    loss: str, pairs: str, regularizer: str, scored: dict[str, str]
+) -> None:
     """Three at a time, the last two are a micro-batch of their own, which a mean of means would give too much weight."""
     given = {"loss": loss, "regularizer": regularizer, "pairs": pairs, "max_grad_norm": 1e9, "select_num_beams": 1}
     folders = [calibrated(scored, f"micro-{n}", micro_batch_size=n, **given) for n in (8, 1, 3)]
@@ -161,7 +163,7 @@ def nan_gradient(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -
 
 
 @pytest.mark.parametrize(("loss", "what", "named"), [(nan_loss, "loss", 2), (nan_gradient, "gradient", 4)])
-def test_what_is_not_finite_stops_the_run_with_the_examples_and_saves_nothing(
+def test_fault_21_what_is_not_finite_stops_the_run_with_the_examples_and_saves_nothing(
     loss: Any, what: str, named: int, scored: dict[str, str]
 ) -> None:
     folder = Path(scored["data"]).with_name("calibrated")
@@ -169,7 +171,7 @@ def test_what_is_not_finite_stops_the_run_with_the_examples_and_saves_nothing(
         calibrated(scored, folder.name, loss=loss, batch_size=4, micro_batch_size=2, regularizer="none")
     assert sum(f"row-{i}" in str(error.value) for i in range(8)) == named
     assert not folder.exists()
-    assert not (folder.with_name(f".{folder.name}.partial") / "checkpoint.safetensors").exists()
+    assert not [*folder.with_name(f".{folder.name}.partial").glob("checkpoint*")]
 
 
 # Which checkpoint is kept
@@ -239,3 +241,29 @@ def test_a_calibration_shows_what_it_does_as_it_goes(scored: dict[str, str], cap
     calibrated(scored, "calibrated", regularizer="kl")
     lines = " ".join(capsys.readouterr().out.split())
     assert re.search(r"step 2: \S+ examples/s loss \S+ agreement \S+ kl \S+ validation perplexity \S+ rouge \S+", lines)
+
+
+# Drift
+
+
+def test_a_run_whose_perplexity_runs_away_stops_and_keeps_the_best(scored: dict[str, str]) -> None:
+    """At a learning rate that ruins the model in a step."""
+    folder = calibrated(scored, "calibrated", learning_rate=1.0, max_steps=6, eval_steps=2, regularizer="none", max_drift=1.5)
+    seen = {step: figures["perplexity"] for step, figures in log(folder, "validation").items()}
+    assert list(seen) == [0, 2]
+    times = f"{seen[2] / seen[0]:.3g}"
+    note = f"stopped at step 2: perplexity on validation is {times} times what it was, above max_drift, which is 1.5"
+    assert note in manifest(folder)["notes"]
+    assert manifest(folder)["counts"]["best_step"] == 0
+    assert all(torch.equal(weight, weights(Path(scored["model"]))[name]) for name, weight in weights(folder).items())
+
+
+def test_a_run_whose_divergence_runs_away_stops_before_the_next_validation(scored: dict[str, str]) -> None:
+    folder = calibrated(scored, "calibrated", learning_rate=1.0, reg_weight=0.0, max_steps=6, eval_steps=6, max_drift=1.5)
+    assert list(log(folder, "train")) == [1, 2]  # before the first step the divergence is 0
+    assert "e^kl" in manifest(folder)["notes"][0]
+    assert list(log(calibrated(scored, "free", learning_rate=1.0, reg_weight=0.0, max_steps=3, max_drift=0.0), "train")) == [
+        1,
+        2,
+        3,
+    ]

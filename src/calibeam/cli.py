@@ -9,13 +9,14 @@ import dataclasses
 import logging
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 import calibeam
-from calibeam import display, functions, pipeline, recipe, stages
+from calibeam import display, functions, pipeline, recipe, signals, stages
 from calibeam.presets import PRESETS
 from calibeam.records import CalibeamError
 
@@ -44,14 +45,14 @@ AllowCode = Annotated[
 def main() -> None:
     _quiet()
     try:
-        app()
+        with signals.listening():
+            app()
     except CalibeamError as error:
         display.complain(str(error))
         sys.exit(2)
-    except SystemExit as stop:
-        if stop.code == 130:  # what Ctrl-C becomes
-            display.complain("interrupted; nothing half-written was left behind")
-        raise
+    except signals.Stopped as stop:
+        display.complain(f"stopped by {stop}. Nothing half-written is left behind; the same command goes on from here")
+        sys.exit(stop.exit_code)
 
 
 @app.command()
@@ -280,4 +281,19 @@ def _quiet() -> None:
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    logging.getLogger("calibeam").addHandler(logging.StreamHandler())
+    sys.excepthook = _explain
+    handler = logging.StreamHandler()
+    handler.setFormatter(_CleanFormatter())
+    logging.getLogger("calibeam").addHandler(handler)
+
+
+class _CleanFormatter(logging.Formatter):
+    """What is logged may be text out of a model's files."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return display.printable(super().format(record))
+
+
+def _explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """A mistake of ours, whose message may hold text out of data."""
+    sys.stderr.write(display.printable("".join(traceback.format_exception(kind, error, trace))))

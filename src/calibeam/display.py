@@ -27,11 +27,14 @@ console = Console(emoji=False)
 errors = Console(stderr=True, emoji=False)
 
 
+def printable(text: str) -> str:
+    """Without control characters, which could move the cursor or worse."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "", text)
+
+
 def clean(text: object) -> str:
-    """Without control characters, which could move the cursor or worse, and without markup."""
-    return escape(
-        re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]", "", str(text))
-    )
+    """The same, and without markup."""
+    return escape(printable(str(text)))
 
 
 def say(text: str, style: str = "") -> None:
@@ -78,6 +81,10 @@ class Bar:
         self._progress.advance(self._task, done)
         if figures:
             self._progress.update(self._task, figures=clean(figures))
+
+    def reach(self, done: int) -> None:
+        """So many in all, some of them perhaps by a run before this one."""
+        self._progress.update(self._task, completed=done)
 
 
 def track(items: Sequence[Sequence[T]], description: str) -> Iterator[Sequence[T]]:

@@ -21,6 +21,11 @@ from typing import Any
 from calibeam import functions
 from calibeam.records import CalibeamError
 
+LONGEST = 100_000
+"""Characters of a recipe."""
+MOST_DOTS = 2000
+"""In one line of it: the time that a dotted key takes grows with the square of its parts."""
+
 
 class Typed(str):
     """Text that the user typed on this command line beside --allow-code. No file can hold one."""
@@ -81,14 +86,17 @@ def plain(value: Any) -> Any:
 def read(path: Path) -> dict[str, Any]:
     """A recipe's tables, unchecked."""
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open(encoding="utf-8") as file:
+            text = file.read(LONGEST + 1)
     except FileNotFoundError:
         raise CalibeamError(f"no recipe at {path}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise CalibeamError(f"recipe {path} cannot be read: {error}") from error
+    if len(text) > LONGEST or any(line.count(".") > MOST_DOTS for line in text.splitlines()):
+        raise CalibeamError(f"recipe {path} is no recipe: it is longer than {LONGEST:,} characters, or a line is full of dots")
     try:
         return tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:
         raise CalibeamError(f"recipe {path} is not valid TOML: {error}") from error
 
 
@@ -144,9 +152,10 @@ def nearest(key: str, known: Iterable[str]) -> str:
 def _value(text: str) -> Any:
     """A TOML value, or the text itself where it is none: paths and names need no quotes."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        found = tomllib.loads(f"value = {text}")
+    except (ValueError, RecursionError):
         return text
+    return found["value"] if len(found) == 1 else text
 
 
 def _typed(value: Any) -> Any:

@@ -2,6 +2,7 @@
 
 Reading takes no more memory than the longest line allowed, whatever a compressed file expands to. Only a
 JSON document (an array, or one object over several lines) is read whole, and a compressed one up to a limit.
+What expands to very many times its size is refused, so that time has an end too.
 """
 
 from __future__ import annotations
@@ -10,13 +11,13 @@ import csv
 import gzip
 import hashlib
 import io
+import itertools
 import json
 import lzma
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -28,6 +29,8 @@ PINNED = re.compile(r"hf://datasets/[^@]+@[0-9a-f]{40}/")
 LONGEST_FIELD = 1_000_000
 LONGEST_LINE = 1 << 25
 LONGEST_DOCUMENT = 1 << 28  # out of a compressed file
+MOST_EXPANSION = 100  # times its size, for a file that expands to more than a document may
+PARQUET_BATCH = 1 << 26  # bytes of rows, as the file tells of itself, that are decoded together
 
 
 class Complaint(str):
@@ -58,8 +61,11 @@ def digest(place: str) -> str:
         return found.hexdigest()
     if not Path(place).is_file():
         raise CalibeamError(f"no file at {place}")
-    with Path(place).open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    try:
+        with Path(place).open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise CalibeamError(f"{place} cannot be read: {error}") from error
 
 
 def is_readable(path: Path) -> bool:
@@ -100,11 +106,38 @@ def _zstd(path: Path, mode: str) -> IO[bytes]:
 COMPRESSIONS: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open, ".zst": _zstd}
 
 
+class _Expansion:
+    """Counts what comes out of a file, and stops where no honest one would have that much in it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._left = path, max(LONGEST_DOCUMENT, MOST_EXPANSION * path.stat().st_size)
+
+    def count(self, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            raise CalibeamError(f"{self._path} expands to more than {MOST_EXPANSION} times its size: decompress it first")
+
+
+class _Expanding(io.RawIOBase):
+    """A decompressing stream, counted."""
+
+    def __init__(self, stream: Any, path: Path) -> None:
+        self._stream, self._expansion = stream, _Expansion(path)
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        size: int = self._stream.readinto(buffer)
+        self._expansion.count(size)
+        return size
+
+
 @contextmanager
 def _bytes_of(path: Path) -> Iterator[IO[bytes]]:
     try:
         with COMPRESSIONS.get(path.suffix, open)(path, "rb") as stream:
-            yield stream
+            yield io.BufferedReader(_Expanding(stream, path)) if path.suffix in COMPRESSIONS else stream
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
         raise CalibeamError(f"{path} cannot be read: {error}") from error
 
@@ -120,7 +153,7 @@ def _json(path: Path) -> Iterator[Any]:
         first = stream.readline(LONGEST_LINE)
         row = next(_json_lines([first]), None)
         if isinstance(row, dict):
-            yield from chain([row], _json_lines(_lines(stream)))
+            yield from itertools.chain([row], _json_lines(_lines(stream)))
             return
         most = max(LONGEST_DOCUMENT, path.stat().st_size)
         content = first + stream.read(most)
@@ -179,15 +212,43 @@ def _csv(path: Path) -> Iterator[Any]:
 
 
 def _parquet(path: Path) -> Iterator[Any]:
+    """Fewer rows at once where they are long. A small file can say "a gigabyte, a thousand times": it names the text once."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=1024):
-                yield from batch.to_pylist()
+        expansion = _Expansion(path)
+        with pq.ParquetFile(path) as file, pq.ParquetFile(path, read_dictionary=_texts(file.schema)) as sharing:
+            for number in range(file.num_row_groups):
+                group = file.metadata.row_group(number)
+                widest = max(group.total_byte_size // max(group.num_rows, 1), _longest_shared(sharing, number), 1)
+                size = max(1, min(1024, PARQUET_BATCH // widest))
+                for batch in file.iter_batches(size, row_groups=[number]):
+                    for row in batch.to_pylist():
+                        expansion.count(sum(len(value) for value in row.values() if isinstance(value, str)))
+                        yield row
     except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
         raise CalibeamError(f"{path} cannot be read: {error}") from error
+
+
+def _texts(schema: Any) -> list[str]:
+    columns = (schema.column(place) for place in range(len(schema)))
+    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY" and column.logical_type.type == "STRING"]
+
+
+def _longest_shared(file: Any, group: int) -> int:
+    """Bytes of the longest text that rows of a group may share."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    columns = [column for batch in itertools.islice(file.iter_batches(8, row_groups=[group]), 1) for column in batch.columns]
+    longest = 0
+    for column in columns:
+        while pa.types.is_list(column.type):
+            column = column.values
+        if pa.types.is_dictionary(column.type):
+            longest = max(longest, pc.max(pc.binary_length(column.dictionary)).as_py() or 0)
+    return longest
 
 
 def _text(path: Path) -> Iterator[Any]:
@@ -195,7 +256,7 @@ def _text(path: Path) -> Iterator[Any]:
     with _bytes_of(path) as stream:
         lines: list[str] = []
         size = 0
-        for line in chain(_lines(stream), [b""]):
+        for line in itertools.chain(_lines(stream), [b""]):
             problem = line if isinstance(line, Complaint) else None
             try:
                 text = "" if isinstance(line, Complaint) else line.decode("utf-8-sig")

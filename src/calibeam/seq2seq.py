@@ -7,6 +7,7 @@ scale, a logits bias, kinds of positions) stays inside Hugging Face's own forwar
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import weakref
@@ -375,6 +376,7 @@ def _load_weights(auto: Any, folder: Path, config: Any, dtype: torch.dtype, unus
             f"{folder} has no .safetensors weights. Other formats can run code when loaded and are refused: "
             "load the model where you trust it and save it again with save_pretrained"
         )
+    _check_shards(folder)
     try:
         model, report = auto.from_pretrained(
             folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
@@ -389,8 +391,20 @@ def _load_weights(auto: Any, folder: Path, config: Any, dtype: torch.dtype, unus
     return model
 
 
+def _check_shards(folder: Path) -> None:
+    """An index may only name files of its own folder."""
+    for index in folder.glob("*.index.json"):
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CalibeamError(f"{index} is not an index of weights: {error!r}") from error
+        if outside := sorted(str(name) for name in names if Path(str(name)).name != name or name == ".."):
+            raise CalibeamError(f"{index} names a file outside its folder: {outside[0]}")
+
+
 def _check_weights(model: Any, folder: Path) -> None:
-    broken = [name for name, weight in model.named_parameters() if not torch.isfinite(weight).all()]
+    every = itertools.chain(model.named_parameters(), model.named_buffers())
+    broken = [name for name, weight in every if weight.is_floating_point() and not torch.isfinite(weight).all()]
     if broken:
         raise CalibeamError(f"weights of {folder} are not finite: {', '.join(broken[:3])} ({len(broken)} tensors)")
 

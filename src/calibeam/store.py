@@ -3,12 +3,15 @@
 A stage writes into `.NAME.partial` beside its output folder and renames it when everything is there;
 `manifest.json`, written last, holds the stage's resolved settings, the digests of its inputs,
 versions, timings, counts, and the size and SHA-256 of every file. Reading verifies all of it.
+What a stage that was interrupted left is gone on with where settings, inputs and versions are the same, and else refused.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import platform
@@ -20,23 +23,32 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 import calibeam
-from calibeam import rows
+from calibeam import rows, signals
 from calibeam.recipe import StageConfig
 from calibeam.records import CalibeamError, Example
 
+T = TypeVar("T")
 FORMAT = 1
 MANIFEST = "manifest.json"
 ORIGIN = "origin.json"  # in the folder of a stage under way that can be resumed
+DECIDING = ("calibeam", "torch", "transformers", "tokenizers")
+"""The packages of which one half of a stage must not be made by one version and the other by another."""
 PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "nltk", "sacrebleu", "sentencepiece", "peft",
 )  # fmt: skip
+
+LONGEST_NAME = 255  # bytes
+ROW_GROUP = 4096  # rows that are written together
+DISK_PROBLEMS = tuple(
+    getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "EMFILE", "ENFILE")
+)
 
 EXAMPLES = pa.schema([("id", pa.string()), ("source", pa.string()), ("targets", pa.list_(pa.string()))])
 CANDIDATES = pa.schema([
@@ -70,14 +82,7 @@ class Folder:
         """The same row by row, from one file or from shards in their order; of some columns, and where one has a value."""
         shards = sorted(file for file in self.manifest["files"] if re.fullmatch(rf"{name}-\d+\.parquet", file))
         for file in shards or [f"{name}.parquet"]:
-            with (self.path / file).open("rb") as opened, pq.ParquetFile(opened) as parquet:
-                if not parquet.schema_arrow.equals(schema):
-                    raise CalibeamError(
-                        f"{self.path / file} has columns {parquet.schema_arrow.names}, not {schema.names}: another version of "
-                        f"calibeam wrote it. Remove {self.path} and run `{self.manifest['kind']}` again"
-                    )
-                for batch in parquet.iter_batches(1024, columns=columns and [*columns, *(where or ())[:1]]):
-                    yield from (batch.filter(pc.equal(batch[where[0]], where[1])) if where else batch).to_pylist()
+            yield from _rows(self.path / file, schema, columns, where)
 
     def examples(self, split: str) -> list[Example]:
         return [*self.stream_examples(split)]
@@ -111,6 +116,21 @@ class Folder:
     @property
     def splits(self) -> list[str]:
         return [name.removesuffix(".parquet") for name in self.manifest["files"] if name.endswith(".parquet")]
+
+
+def _rows(
+    file: Path, schema: pa.Schema, columns: Sequence[str] | None = None, where: tuple[str, str] | None = None
+) -> Iterator[dict[str, Any]]:
+    with pq.ParquetFile(file) as parquet:
+        if not parquet.schema_arrow.equals(schema):
+            raise CalibeamError(
+                f"{file} has columns {parquet.schema_arrow.names}, not {schema.names}: another version of calibeam wrote it. "
+                f"Remove {file.parent} and run its stage again"
+            )
+        wanted = columns and [*columns, *(where or ())[:1]]
+        for group in range(parquet.num_row_groups):  # one by one: a reader of all keeps what it has read
+            for batch in parquet.iter_batches(1024, row_groups=[group], columns=wanted):
+                yield from (batch.filter(pc.equal(batch[where[0]], where[1])) if where else batch).to_pylist()
 
 
 def read(path: str | Path, kind: str) -> Folder:
@@ -162,6 +182,35 @@ def _is_whole(path: Path, manifest: dict[str, Any]) -> bool:
     return True
 
 
+def _whole_manifest(path: Path) -> dict[str, Any] | None:
+    """If all of the folder is as it says."""
+    try:
+        manifest = _manifest(path)
+    except CalibeamError:
+        return None
+    return manifest if _is_whole(path, manifest) else None
+
+
+def _other_making(what: str, changes: Sequence[str]) -> CalibeamError:
+    listed = "".join(f"\n  {change}" for change in changes)
+    return CalibeamError(f"{what} of another making:{listed}\nPass --force to make it again, or choose another output")
+
+
+def _problem_of_disk(error: BaseException, path: Path) -> CalibeamError | None:
+    """A disk that is full, read-only, out of quota or failing, as something a user can mend."""
+    if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":  # which has no number, only a text
+        return None
+    given = getattr(error, "errno", None)
+    found = next((number for number in DISK_PROBLEMS if number == given or os.strerror(number) in str(error)), None)
+    if found is None:
+        return None
+    where = f" at {error.filename}" if isinstance(error, OSError) and error.filename else ""
+    return CalibeamError(
+        f"{path} cannot be written: {os.strerror(found)} ({shutil.disk_usage(path.parent).free:,} bytes are free there){where}. "
+        f"What was finished before is kept; run the same command again when this is mended"
+    )
+
+
 class Output:
     """A stage folder to be: already `done`, or written inside `with output.writing():`."""
 
@@ -171,6 +220,8 @@ class Output:
             raise CalibeamError(f"output must name a folder to make, got {config.output!r}")
         self.folder = self.path.with_name(f".{self.path.name}.partial")
         """Where the stage writes its files."""
+        if len(os.fsencode(self.folder.name)) > LONGEST_NAME:
+            raise CalibeamError(f"File name too long: {self.path.name[:40]}...; choose a shorter output")
         self.counts: dict[str, Any] = {}
         self.notes: list[str] = []
         self._origin = {
@@ -181,7 +232,18 @@ class Output:
         }
         self._places = {name: str(folder.path) for name, folder in inputs.items()}
         self._force = force
+        self._adopt()
         self.done = self._is_done()
+        if not self.done:
+            self._check_partial()
+
+    def _adopt(self) -> None:
+        """Put a folder in its place that a run finished and was stopped before renaming."""
+        if (self.folder / MANIFEST).is_file() and (self._force or is_free(self.path)):
+            with _lock(self.path):
+                manifest = _whole_manifest(self.folder)
+                if manifest and manifest["origin"] == self._origin:
+                    self._put_in_place()
 
     def _is_done(self) -> bool:
         """Whether the folder is there, whole, and made from the same settings and inputs."""
@@ -192,19 +254,33 @@ class Output:
         if self._force:
             return not changes and _is_whole(self.path, manifest)
         if changes:
-            raise CalibeamError(
-                f"{self.path} holds a result of another making:\n  "
-                + "\n  ".join(changes)
-                + "\nPass --force to make it again, or choose another output"
-            )
+            raise _other_making(f"{self.path} holds a result", changes)
         verify(self.path, manifest)
         return True
+
+    def _check_partial(self) -> None:
+        """Refuse to throw away what an interrupted run of other settings, inputs or versions did."""
+        if changes := [] if self._force else self._changes():
+            raise _other_making(f"{self.path} was begun by a run that was interrupted,", changes)
+
+    def _changes(self) -> list[str]:
+        """Between what an interrupted run began and what is to be made now."""
+        try:
+            left = json.loads((self.folder / ORIGIN).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError) as error:
+            return [f"{self.folder / ORIGIN} cannot be read: {error}"]
+        return _differences(left, self._beginning())
+
+    def _beginning(self) -> dict[str, Any]:
+        return {**self._origin, "versions": {name: one for name, one in versions().items() if name in DECIDING}}
 
     @contextmanager
     def writing(self, *, resume: bool = False) -> Iterator[Output]:
         """Everything written to `self.folder` appears at `self.path` when the block ends well; nothing otherwise.
 
-        With `resume`, what an interrupted run of the same origin left in `self.folder` is kept and gone on with.
+        With `resume`, what an interrupted run left in `self.folder` is kept and gone on with.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -212,39 +288,73 @@ class Output:
             raise CalibeamError(f"{self.path} cannot be made: {error}") from error
         with _lock(self.path):
             origin = self.folder / ORIGIN
-            if not (resume and origin.is_file() and origin.read_text(encoding="utf-8") == json.dumps(self._origin)):
-                shutil.rmtree(self.folder, ignore_errors=True)
-                self.folder.mkdir()
-            started, clock = time.time(), time.monotonic()
             try:
-                if resume:
-                    write_file(origin, json.dumps(self._origin))
-                yield self
-                self._finish(started, time.monotonic() - clock)
-            except BaseException:
-                if not origin.is_file():
+                self._check_partial()  # again: another process may have begun meanwhile
+                if not (resume and origin.is_file()) or self._changes():
                     shutil.rmtree(self.folder, ignore_errors=True)
+                    self.folder.mkdir()
+                started, clock = time.time(), time.monotonic()
+                if resume:
+                    write_file(origin, json.dumps(self._beginning()))
+                yield self
+                with signals.postponed():
+                    self._finish(started, time.monotonic() - clock)
+            except BaseException as error:
+                if not any((self.folder / name).is_file() for name in (ORIGIN, MANIFEST)):
+                    shutil.rmtree(self.folder, ignore_errors=True)
+                if problem := _problem_of_disk(error, self.path):
+                    raise problem from error
                 raise
         self.done = True
 
     def write_rows(self, name: str, rows: Iterable[dict[str, Any]], schema: pa.Schema) -> None:
-        """One table, whole or not at all."""
-        partial = self.folder / f".{name}.partial"
-        pq.write_table(pa.Table.from_pylist(list(rows), schema=schema), partial, write_page_checksum=True)
+        """One table, whole or not at all, and never all of it in memory."""
+        partial, left = self.folder / f".{name}.partial", iter(rows)
+        with pq.ParquetWriter(partial, schema, write_page_checksum=True) as writer:
+            while some := [*itertools.islice(left, ROW_GROUP)]:
+                writer.write_table(pa.Table.from_pylist(some, schema=schema))
         sync(partial)
         os.replace(partial, self.folder / f"{name}.parquet")
 
-    def drop(self, names: Iterable[str]) -> None:
-        """Remove tables that an interrupted run wrote and this one does not want."""
-        for name in names:
-            (self.folder / f"{name}.parquet").unlink()
+    def read_rows(self, name: str, schema: pa.Schema) -> Iterator[dict[str, Any]]:
+        """What `write_rows` wrote, while the stage is under way."""
+        return _rows(self.folder / f"{name}.parquet", schema)
 
-    def tables(self) -> list[str]:
-        """The tables written so far, by this run or one that was interrupted."""
-        return sorted(file.stem for file in self.folder.glob("*.parquet"))
+    def drop(self, name: str) -> None:
+        """Remove a table that is of no more use."""
+        (self.folder / f"{name}.parquet").unlink()
 
-    def written(self, name: str, ids: list[str], schema: pa.Schema) -> list[dict[str, Any]] | None:
-        """The rows of a table that an interrupted run wrote, if it is whole and has these ids."""
+    def shards(
+        self,
+        name: str,
+        items: Iterable[tuple[str, T]],
+        schema: pa.Schema,
+        make: Callable[[list[tuple[str, T]]], list[dict[str, Any]]],
+        *,
+        size: int,
+    ) -> Iterator[list[dict[str, Any]]]:
+        """The rows of every `size` items, each with its id: made and written as a table, or as an interrupted run wrote them.
+
+        Rows are made of the items of one shard alone, so they are the same bits wherever a run was interrupted.
+        """
+        left = iter(items)
+        for number in itertools.count():
+            some, table = [*itertools.islice(left, size)], f"{name}-{number:05}"
+            if not some:
+                for file in self.folder.glob(f"{name}-*.parquet"):
+                    if file.stem >= table:  # of a version that wrote smaller ones
+                        file.unlink()
+                return
+            ids = [one for one, _ in some]
+            found = self._table(table, ids, schema)
+            if found is None:
+                self.write_rows(table, make(some), schema)
+                found = self._table(table, ids, schema)  # as it will be read, not as it was made
+                assert found is not None
+            yield found
+
+    def _table(self, name: str, ids: list[str], schema: pa.Schema) -> list[dict[str, Any]] | None:
+        """The rows of a table, if it is whole and has these ids."""
         file = self.folder / f"{name}.parquet"
         try:
             rows = pq.read_table(file, schema=schema, page_checksum_verification=True).to_pylist()
@@ -253,7 +363,7 @@ class Output:
         return rows if [row["id"] for row in rows] == ids else None
 
     def write_json(self, name: str, value: Any) -> None:
-        self.write_text(name, json.dumps(value, indent=2) + "\n")
+        self.write_text(name, _json(value))
 
     def write_text(self, name: str, text: str) -> None:
         (self.folder / name).write_text(text, encoding="utf-8")
@@ -271,8 +381,8 @@ class Output:
             write_file(file, "".join(line for line in whole if wanted(json.loads(line))))
 
     def _finish(self, started: float, seconds: float) -> None:
-        for partial in self.folder.glob(".*.partial"):
-            partial.unlink()  # of a table that an interrupted run did not finish
+        for unfinished in self.folder.rglob(".*"):  # what writers, ours and others', were at when a run was killed
+            unfinished.unlink()
         files = {name: facts for name, facts in _inventory(self.folder).items() if name != ORIGIN}
         manifest = {
             "kind": self.kind,
@@ -288,16 +398,23 @@ class Output:
             "digest": _digest(files),
             "files": files,
         }
-        self.write_json(MANIFEST, {**manifest, "seal": _seal(manifest)})
-        for name in (*files, MANIFEST):
+        for name in files:
             sync(self.folder / name)
-        for folder in {(self.folder / name).parent for name in files} | {self.folder}:
+        for folder in {(self.folder / name).parent for name in files}:
             sync(folder)
-        if self.path.exists():
-            shutil.rmtree(self.path)
+        write_file(self.folder / MANIFEST, _json({**manifest, "seal": _seal(manifest)}))
+        self._put_in_place()
+
+    def _put_in_place(self) -> None:
+        """Stopped anywhere in here, the next run adopts the folder: it has a manifest."""
         (self.folder / ORIGIN).unlink(missing_ok=True)
+        old = self.path.with_name(f".{self.path.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if self.path.exists():
+            os.replace(self.path, old)
         os.replace(self.folder, self.path)
         sync(self.path.parent)
+        shutil.rmtree(old, ignore_errors=True)
 
 
 def is_free(path: Path) -> bool:
@@ -307,6 +424,10 @@ def is_free(path: Path) -> bool:
     if not (path / MANIFEST).is_file():
         raise CalibeamError(f"{path} is in use: it exists and is not a calibeam stage. Choose another output")
     return False
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2) + "\n"
 
 
 def write_file(path: Path, content: str | bytes) -> None:

@@ -7,7 +7,6 @@ the position of another goes on as that one does.
 from __future__ import annotations
 
 import dataclasses
-import signal
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from calibeam import signals
 from calibeam.corpus import CorpusConfig, read
 from calibeam.paper.gap_sentences import GAP_SELECTIONS, mask_sentences, mask_tokens, number_of_gaps, split_sentences
 from calibeam.records import CalibeamError
@@ -249,7 +249,7 @@ _maker: Maker | None = None
 
 def _begin(task: Task) -> None:
     global _maker
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes, and the first one sees to the others
+    signals.leave_to_parent()
     _maker = Maker(task)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from calibeam import display, store
+from calibeam import display, signals, store
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError
 
@@ -77,6 +78,8 @@ class Plan(NamedTuple):
     select: str | None
     """What the checkpoint is chosen by; None for the last one."""
     patience: int = 0
+    max_drift: float = 0.0
+    """Stop when a token of a target is so many times less likely than at the start; 0 for never."""
 
 
 class Item(NamedTuple):
@@ -114,6 +117,8 @@ class Problem(NamedTuple):
     dropout: bool
     shown: Mapping[str, str]
     """The figures to show as it goes, and what to call them."""
+    drift: Callable[[Mapping[str, float]], float] | None = None
+    """How many times less likely a token of a target is, by a step's figures."""
 
 
 def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, output: store.Output) -> None:
@@ -128,68 +133,106 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
     select = plan.select
     torch.manual_seed(config.seed)
     optimizer, schedule = make_optimizer(model, config, plan.steps)
-    best, best_step, worse = -math.inf, 0, 0
+    step, state = 0, _Progress()
 
-    def validate(step: int, shown: str = "") -> None:
-        nonlocal best, best_step, worse
+    def validate(shown: str) -> None:
         model.eval()
         figures = problem.validate()
         if figures:
             output.append_log({"step": step, "validation": figures})
             display.say(f"  step {step}: {shown}validation " + _show(figures))
-        if select is None:
-            return
-        value = SELECTIONS[select] * figures[select]
-        worse += 1
-        if step == 0 or value > best or (math.isnan(best) and not math.isnan(value)):
-            best, best_step, worse = value, step, 0
+        if state.judge(figures, step, plan):
             problem.save(output.folder / "model")
 
-    done = 0
     if found := checkpoint.load(output.folder, model, optimizer, schedule):
-        done, best, best_step, worse = (found[0][name] for name in ("step", "best", "best_step", "worse"))
+        step, state = found[0]["step"], _Progress(**found[0]["progress"])
         problem.batches.restore(found[1])
-        output.keep_log(lambda record: record["step"] <= done)
-        display.say(f"  going on after step {done}")
-    else:
-        output.keep_log(lambda record: False)
-        validate(0)
+        display.say(f"  going on after step {step}")
+    # A checkpoint is of the moment after a step and before its validation, if one is due.
+    output.keep_log(lambda record: record["step"] < step or (record["step"] == step and "train" in record))
     update = TrainingStep(model, config, problem, optimizer)
+    shown = ""
     with display.Bar(output.kind, plan.steps) as bar:
-        bar.advance(done)
-        for step in range(done + 1, plan.steps + 1):
-            model.train(problem.dropout)
-            batch, start = problem.batches.next(), time.perf_counter()
-            figures = update(batch, step)
-            seconds = time.perf_counter() - start
-            figures["learning_rate"] = schedule.get_last_lr()[0]
-            schedule.step()
-            output.append_log({"step": step, "train": figures})
-            shown = f"{len(batch) / seconds:.4g} examples/s  "  # not in the log, which is the same for the same run
-            shown += _show({called: figures[name] for name, called in problem.shown.items()})
-            bar.advance(figures=shown)
-            done = step
-            validated = step % plan.every == 0 or step == plan.steps
-            if validated:
-                validate(step, shown + "  ")
-                if plan.patience and worse >= plan.patience:
-                    output.notes.append(f"stopped at step {step}: {worse} validations without improvement")
-                    break
-            if validated or step % config.save_steps == 0:
-                facts = {"step": step, "best": best, "best_step": best_step, "worse": worse}
-                checkpoint.save(output.folder, facts, model, optimizer, schedule, problem.batches.position())
+        bar.advance(step)
+        while True:
+            due = step % plan.every == 0 or step == plan.steps
+            if due:
+                validate(shown)
+            if stop := state.stop(plan):
+                output.notes.append(f"stopped at step {step}: {stop}")
+                display.say(f"  {output.notes[-1]}", style="yellow")
+            if stop or step == plan.steps:
+                break
+            with signals.postponed():
+                step += 1
+                model.train(problem.dropout)
+                batch, start = problem.batches.next(), time.perf_counter()
+                figures = update(batch, step)
+                seconds = time.perf_counter() - start
+                figures["learning_rate"] = schedule.get_last_lr()[0]
+                schedule.step()
+                output.append_log({"step": step, "train": figures})
+                shown = f"{len(batch) / seconds:.4g} examples/s  "  # not in the log, which is the same for the same run
+                shown += _show({called: figures[name] for name, called in problem.shown.items()}) + "  "
+                bar.advance(figures=shown)
+                state.drift = problem.drift(figures) if problem.drift else 1.0
+                if step % plan.every == 0 or step == plan.steps or step % config.save_steps == 0 or signals.asked():
+                    facts = {"step": step, "progress": dataclasses.asdict(state)}
+                    checkpoint.save(output.folder, facts, model, optimizer, schedule, problem.batches.position())
     model.eval()
-    output.counts["steps"] = done
+    output.counts["steps"] = step
     if select is None:
         problem.save(output.folder / "model")
     else:
-        output.counts |= {"best_step": best_step, f"best_{select}": SELECTIONS[select] * best}
-        if best_step == 0:
+        output.counts |= {"best_step": state.best_step, f"best_{select}": SELECTIONS[select] * state.best}
+        if state.best_step == 0:
             output.notes.append("no step improved on the starting point by the selection metric; it is kept unchanged")
             display.say(f"  {output.notes[-1]}", style="yellow")
         else:
-            display.say(f"  kept step {best_step}, the best by validation {select}")
-    (output.folder / checkpoint.NAME).unlink(missing_ok=True)
+            display.say(f"  kept step {state.best_step}, the best by validation {select}")
+    checkpoint.remove(output.folder)
+
+
+@dataclass
+class _Progress:
+    """What the loop knows of the run so far."""
+
+    best: float = -math.inf
+    best_step: int = 0
+    worse: int = 0
+    """Validations without improvement."""
+    first_perplexity: float = math.inf
+    perplexity: float = 0.0
+    drift: float = 1.0
+    """By the last step's figures."""
+
+    def judge(self, figures: Mapping[str, float], step: int, plan: Plan) -> bool:
+        """Take note of a validation; whether these are the weights to keep."""
+        self.perplexity = figures.get("perplexity", 0.0)
+        if step == 0:
+            self.first_perplexity = self.perplexity
+        if plan.select is None:
+            return False
+        value = SELECTIONS[plan.select] * figures[plan.select]
+        better = step == 0 or value > self.best or (math.isnan(self.best) and not math.isnan(value))
+        self.best, self.best_step = (value, step) if better else (self.best, self.best_step)
+        self.worse = 0 if better else self.worse + 1
+        return better
+
+    def stop(self, plan: Plan) -> str:
+        """Why to go no further, if there is a reason."""
+        if plan.patience and self.worse >= plan.patience:
+            return f"{self.worse} validations without improvement"
+        if not plan.max_drift:
+            return ""
+        if self.perplexity > plan.max_drift * self.first_perplexity:
+            times = self.perplexity / self.first_perplexity
+            return f"perplexity on validation is {times:.3g} times what it was, above max_drift, which is {plan.max_drift:g}"
+        if self.drift > plan.max_drift:
+            return (
+                f"the divergence is e^kl = {self.drift:.3g} a token of the target, above max_drift, which is {plan.max_drift:g}"
+            )
+        return ""
 
 
 def autocast(device: torch.device) -> AbstractContextManager[Any]:

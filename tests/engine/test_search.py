@@ -141,7 +141,9 @@ def test_beams_of_the_paper_are_those_of_generate(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("vocabulary", "steps", "least"), [(4, 2, 0), (4, 2, 2), (5, 2, 0), (6, 2, 0), (6, 1, 0)])
-def test_wide_beams_find_the_best_of_all_outputs_and_no_ghosts(family: str, vocabulary: int, steps: int, least: int) -> None:
+def test_fault_25_wide_beams_find_the_best_of_all_outputs_and_no_ghosts(
+    family: str, vocabulary: int, steps: int, least: int
+) -> None:
     """16 beams over at most 2 steps see every output there is; 4 tokens and 2 steps make 1 + 3 * 4 = 13 of them.
 
     Where all are returned their probabilities sum to 1 (unless the end token was banned).
@@ -185,7 +187,7 @@ def test_beams_are_distinct_finite_and_best_first(family: str, method: str, opti
 
 
 @pytest.mark.parametrize("diversity", [0.0, 1.0])
-def test_diverse_groups_make_no_ghosts(diversity: float) -> None:
+def test_fault_25_diverse_groups_make_no_ghosts(diversity: float) -> None:
     model = lively_model("bart", vocabulary=4)
     found = decode(
         model, *sources(3, 4), method="diverse_beam", num_candidates=16, max_new_tokens=2, diversity=diversity
@@ -287,7 +289,7 @@ def test_log_p_carries_no_penalty_and_no_normalisation(method: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_source_alone_gives_what_it_gives_in_a_batch(family: str, method: str) -> None:
+def test_fault_29_a_source_alone_gives_what_it_gives_in_a_batch(family: str, method: str) -> None:
     model, (input_ids, mask) = lively_model(family), sources(16)
     settings = {"method": method, "num_candidates": 4, "max_new_tokens": 6, **METHODS[method]}
     seeds = {"generator": generators(16)} if method == "nucleus" else {}
@@ -499,7 +501,7 @@ def test_a_known_family_is_not_decoded_by_its_own_forward_pass(caplog: pytest.Lo
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "mt5"])
-def test_samples_do_not_depend_on_how_many_sources_are_under_way(family: str) -> None:
+def test_fault_29_samples_do_not_depend_on_how_many_sources_are_under_way(family: str) -> None:
     model, (input_ids, mask) = lively_model(family), sources(11)
     found = []
     for slots in (1, 2, 5, 11):
@@ -548,7 +550,9 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("family", ["t5", "bart", "mt5"])
 @pytest.mark.parametrize("slots", [0, 13], ids=["chosen", "given"])
-def test_where_memory_ends_fewer_sources_are_taken_at_once(family: str, slots: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_fault_08_where_memory_ends_fewer_sources_are_taken_at_once(
+    family: str, slots: int, caplog: pytest.LogCaptureFixture
+) -> None:
     model, given = lively_model(family), Sources(13, room=3)
     check_each_comes_out_once(model, given, [*given.stream(model, slots)])
     assert warnings_of(caplog) == [
@@ -558,7 +562,9 @@ def test_where_memory_ends_fewer_sources_are_taken_at_once(family: str, slots: i
 
 
 @pytest.mark.parametrize("family", ["t5", "bart", "mt5"])
-def test_sources_that_are_done_are_not_decoded_again_when_memory_ends(family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_fault_08_sources_that_are_done_are_not_decoded_again_when_memory_ends(
+    family: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """The third time sources enter, when some are done and, but for an unknown family, some are under way."""
     model, given = lively_model(family), Sources(13, full_at=3)
     found, asked_before = [], {}
@@ -576,7 +582,7 @@ def test_sources_that_are_done_are_not_decoded_again_when_memory_ends(family: st
 
 
 @pytest.mark.parametrize("family", ["bart", "mt5"])
-def test_one_source_for_which_memory_does_not_suffice_is_an_error(family: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_fault_08_one_source_for_which_memory_does_not_suffice_is_an_error(family: str, caplog: pytest.LogCaptureFixture) -> None:
     model, given = lively_model(family).train(), Sources(4, room=0)
     with pytest.raises(torch.OutOfMemoryError, match="no room"):
         [*given.stream(model)]
@@ -585,7 +591,7 @@ def test_one_source_for_which_memory_does_not_suffice_is_an_error(family: str, c
     assert model.training
 
 
-def test_where_memory_ends_before_a_source_has_entered_the_warning_has_the_number_tried(
+def test_fault_08_where_memory_ends_before_a_source_has_entered_the_warning_has_the_number_tried(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The decoder's cells are the largest part of what a search needs, and the first."""
@@ -604,7 +610,7 @@ def test_where_memory_ends_before_a_source_has_entered_the_warning_has_the_numbe
     assert warnings_of(caplog) == ["4 sources at once do not fit into memory: going on with 2"]
 
 
-def test_where_memory_ends_while_outputs_are_fetched_none_comes_out_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fault_08_where_memory_ends_while_outputs_are_fetched_none_comes_out_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     best, model = search._Beams.best, lively_model("bart")
     for when in range(5):
         calls = itertools.count()
@@ -631,7 +637,9 @@ def test_fewer_sources_may_come_than_were_announced(family: str, slots: int) -> 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("megabytes", [200, 290, 550])
-def test_where_the_memory_of_a_gpu_ends_fewer_sources_are_taken_at_once(megabytes: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_fault_08_where_the_memory_of_a_gpu_ends_fewer_sources_are_taken_at_once(
+    megabytes: int, caplog: pytest.LogCaptureFixture
+) -> None:
     """128 sources with room for 8192 tokens each need 537 MB for their cells; 64, half of it, and more for a step."""
     model, (input_ids, mask) = lively_model("bart").cuda(), (each.cuda() for each in sources(128))
     expected = decode(model, input_ids, mask, num_candidates=4, max_new_tokens=6)

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from calibeam import sequence_log_p
 from calibeam.paper.calibration import CALIBRATION_LOSSES, list_rank, list_rank_mean, margin, rank, reward, sample_pair
+from conftest import tiny_model
 
 PAIR_LOSSES = ["rank", "margin"]
 EVERY = torch.ones(1, 3, dtype=torch.bool)
@@ -107,7 +109,7 @@ def test_one_loss_per_example_that_depends_on_no_other(name: str) -> None:
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
 @pytest.mark.parametrize("candidates", [1, 4])
-def test_ties_and_single_candidates_cost_nothing_and_teach_nothing(name: str, candidates: int) -> None:
+def test_fault_24_ties_and_single_candidates_cost_nothing_and_teach_nothing(name: str, candidates: int) -> None:
     log_p = torch.randn(2, candidates, generator=torch.Generator().manual_seed(0)).requires_grad_()
     loss = CALIBRATION_LOSSES[name](log_p, torch.full((2, candidates), 0.3), torch.ones(2, candidates).bool(), 10.0)
     loss.sum().backward()
@@ -117,7 +119,7 @@ def test_ties_and_single_candidates_cost_nothing_and_teach_nothing(name: str, ca
 
 
 @pytest.mark.parametrize(("name", "expected"), [("list_rank", 0.0), ("reward", -0.3)])
-def test_a_single_candidate_of_a_list_teaches_nothing(name: str, expected: float) -> None:
+def test_fault_24_a_single_candidate_of_a_list_teaches_nothing(name: str, expected: float) -> None:
     """Its share of the probability is 1, so the reward is its similarity, whatever its likelihood."""
     log_p = torch.tensor([[-7.0]], requires_grad=True)
     loss = CALIBRATION_LOSSES[name](log_p, torch.tensor([[0.3]]), torch.tensor([[True]]), 10.0)
@@ -127,7 +129,7 @@ def test_a_single_candidate_of_a_list_teaches_nothing(name: str, expected: float
     assert log_p.grad.tolist() == [[0.0]]
 
 
-def test_reward_is_finite_for_vanishing_probabilities() -> None:
+def test_fault_27_reward_is_finite_for_vanishing_probabilities() -> None:
     """P = exp(-10000) is 0 in any float; the shares are those of 0, -log 3: 3/4 and 1/4."""
     log_p = torch.tensor([[-10_000.0, -10_000.0 - math.log(3.0)]], requires_grad=True)
     loss = reward(log_p, torch.tensor([[1.0, 0.0]]), EVERY[:, :2], 0.0)
@@ -136,6 +138,18 @@ def test_reward_is_finite_for_vanishing_probabilities() -> None:
     assert log_p.grad is not None
     assert log_p.grad.isfinite().all()
     assert log_p.grad.any()
+
+
+def test_fault_27_reward_is_finite_for_a_model_that_writes_a_thousand_tokens() -> None:
+    """Of two outputs of 1,000 tokens, at some thousand nats each."""
+    model = tiny_model("t5")
+    token_ids = torch.randint(3, 300, (1, 2, 1000), generator=torch.Generator().manual_seed(0))
+    log_p = sequence_log_p(model, torch.tensor([[5, 6, 1]]), torch.ones(1, 3, dtype=torch.bool), token_ids)
+    assert (log_p < -2000).all()
+    loss = reward(log_p, torch.tensor([[1.0, 0.5]]), EVERY[:, :2], 0.0)
+    loss.sum().backward()
+    assert -1 <= loss.item() <= -0.5
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
 
 
 @pytest.mark.parametrize("name", CALIBRATION_LOSSES)

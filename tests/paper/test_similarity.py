@@ -68,7 +68,7 @@ def test_pairs_of_tokens_by_hand() -> None:
     assert similarity([E1, E2], target, (1, 2)) == pytest.approx(28 / 29 + 1.53 / 1.75)
 
 
-def test_a_sequence_shorter_than_the_span_sets_the_span_on_both_sides() -> None:
+def test_fault_26_a_sequence_shorter_than_the_span_sets_the_span_on_both_sides() -> None:
     """Candidate e2, target e1 e2 with n = 8: spans of one token; P = 1, R = (0 + 1) / 2, F = 2/3."""
     assert similarity([E2], [E1, E2], (8,)) == pytest.approx(2 / 3)
 
@@ -126,7 +126,7 @@ def test_padding_and_batch_mates_change_nothing() -> None:
     assert torch.allclose(torch.stack(alone), together, atol=1e-12)
 
 
-def test_an_empty_sequence_scores_zero_on_either_side() -> None:
+def test_fault_26_an_empty_sequence_scores_zero_on_either_side() -> None:
     states, mask = ragged(5, batch=3)
     nothing = torch.zeros_like(mask)
     assert span_similarity(states, states, nothing, mask).tolist() == [0.0] * 3
@@ -134,7 +134,7 @@ def test_an_empty_sequence_scores_zero_on_either_side() -> None:
     assert span_similarity(states, states, nothing, nothing).tolist() == [0.0] * 3
 
 
-def test_zero_vectors_give_no_nan() -> None:
+def test_fault_26_zero_vectors_give_no_nan() -> None:
     """A zero vector has cosine 0 with everything: candidate 0 e1, target e1: P_1 = 1/2, R_1 = 1."""
     assert similarity([[0.0, 0.0], E1], [E1], (1,)) == pytest.approx(2 / 3)
     assert similarity([[0.0, 0.0]] * 3, [E1, E2]) == 0.0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -17,6 +18,7 @@ import pytest
 
 import calibeam
 from calibeam import display, seq2seq, store
+from calibeam.records import CalibeamError
 from calibeam.seq2seq import Seq2Seq
 from calibeam.stages import decode, prepare, score
 from conftest import sentence, tiny_model
@@ -55,7 +57,8 @@ def config(tmp_path: Path, places: dict[str, str]) -> Config:
 @pytest.fixture(scope="module", autouse=True)
 def small_shards() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode.Shards, "SIZE", SIZE)
+        patch.setattr(decode, "SHARD", SIZE)
+        patch.setattr(score, "SHARD", SIZE)
         yield
 
 
@@ -86,7 +89,7 @@ def shards(folder: Path) -> list[str]:
 
 
 def interrupt(config: decode.Config, after: int, error: type[BaseException] = KeyboardInterrupt) -> Path:
-    """Run until so many sources are done, and stop there. The folder that is left."""
+    """Run until so many sources are done, and stop there, the last of them in no shard yet. The folder that is left."""
     advance, calls = display.Bar.advance, itertools.count(1)
 
     def failing(bar: display.Bar, *given: Any) -> None:
@@ -103,7 +106,7 @@ def interrupt(config: decode.Config, after: int, error: type[BaseException] = Ke
 
 
 def check_rows(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
-    """The same but for rounding."""
+    """The same but for rounding, which depends on the size of batches."""
     assert [{**row, "log_p": None} for row in found] == [{**row, "log_p": None} for row in expected]
     assert [row["log_p"] for row in found] == [pytest.approx(row["log_p"], abs=1e-4) for row in expected]
 
@@ -133,7 +136,7 @@ import json, sys, time
 from calibeam import display
 from calibeam.stages import decode
 
-decode.Shards.SIZE = 4
+decode.SHARD = 4
 advance, calls = display.Bar.advance, iter(range(9))
 
 def held_up(bar, *given):
@@ -146,7 +149,7 @@ decode.run(decode.Config(**json.loads(sys.argv[1])))
 """
 
 
-def test_a_killed_run_goes_on_where_it_stopped(config: Config, undisturbed: Path) -> None:
+def test_fault_01_a_killed_run_goes_on_where_it_stopped(config: Config, undisturbed: Path) -> None:
     """Killed by the system, in the middle of the third shard."""
     killed = config()
     environment = {**os.environ, "PYTHONPATH": str(Path(calibeam.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
@@ -178,7 +181,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
     left = interrupt(config(batch_size=batch_size), after, error)
     whole = shards(left)
     if batch_size == 1:
-        assert whole == SHARDS[: -(-after // SIZE) if after == COUNT else after // SIZE]
+        assert whole == SHARDS[: (after - 1) // SIZE]
     before = marks(left, *whole)
     folder = decode.run(config(batch_size=batch_size))
     assert marks(folder, *whole) == before
@@ -186,9 +189,9 @@ def test_an_interrupted_run_goes_on_where_it_stopped(
 
 
 def test_a_run_may_be_interrupted_again_and_again(config: Config, undisturbed: Path) -> None:
-    """Every run adds a shard. What is already there counts as one step of the bar for each shard."""
+    """Every run adds a shard."""
     for done in range(3):
-        assert shards(interrupt(config(), done + SIZE)) == SHARDS[: done + 1]
+        assert shards(interrupt(config(), SIZE + 1)) == SHARDS[: done + 1]
     check_is(decode.run(config()), undisturbed)
 
 
@@ -201,7 +204,9 @@ DAMAGE: dict[str, Callable[[Path, Path], Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)
-def test_a_shard_that_is_not_whole_is_made_again(damage: Callable[[Path, Path], Any], config: Config, undisturbed: Path) -> None:
+def test_fault_17_a_shard_that_is_not_whole_is_made_again(
+    damage: Callable[[Path, Path], Any], config: Config, undisturbed: Path
+) -> None:
     left = interrupt(config(), after=9)
     damage(left / SHARDS[0], left / SHARDS[1])
     before = marks(left, SHARDS[1])
@@ -212,16 +217,24 @@ def test_a_shard_that_is_not_whole_is_made_again(damage: Callable[[Path, Path], 
 
 def test_a_shard_half_written_at_the_end_of_a_run_is_not_taken_along(config: Config, undisturbed: Path) -> None:
     left = interrupt(config(), after=6)
-    (left / ".candidates-00001.partial").write_bytes((left / SHARDS[0]).read_bytes()[:100])
+    for name in (".candidates-00001.partial", ".tmpr1p4dG"):  # the second as safetensors would
+        (left / name).write_bytes((left / SHARDS[0]).read_bytes()[:100])
     check_is(decode.run(config()), undisturbed)
 
 
 @pytest.mark.parametrize("other", [{"seed": 4}, {"max_source_length": 19}])
-def test_what_a_run_with_other_settings_left_is_thrown_away(other: dict[str, Any], config: Config, undisturbed: Path) -> None:
+def test_fault_15_what_a_run_with_other_settings_left_is_refused_and_thrown_away_when_forced(
+    other: dict[str, Any], config: Config, undisturbed: Path
+) -> None:
     left = interrupt(config(**other), after=COUNT)
     (left / "candidates-00009.parquet").write_bytes((left / SHARDS[0]).read_bytes())
-    assert shards(left)[:4] == SHARDS
-    check_is(decode.run(config()), undisturbed)
+    assert shards(left)[:3] == SHARDS[:3]
+    (key, value), now = *other.items(), SETTINGS[next(iter(other))]
+    message = rf"begun by a run that was interrupted, of another making:\n  settings\.{key}: {value} there, {now} now\n.*--force"
+    with pytest.raises(CalibeamError, match=message):
+        decode.run(config())
+    assert shards(left)[:3] == SHARDS[:3]
+    check_is(decode.run(config(), force=True), undisturbed)
 
 
 def test_settings_that_change_no_output_do_not_stop_a_run_from_going_on(config: Config, undisturbed: Path) -> None:
@@ -233,24 +246,24 @@ def test_settings_that_change_no_output_do_not_stop_a_run_from_going_on(config: 
 
 
 def test_shards_of_another_size_are_not_taken_along(config: Config, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As an earlier version may have written them: 7 of 2 sources each, where 4 are wanted."""
-    monkeypatch.setattr(decode.Shards, "SIZE", 2)
-    assert len(shards(interrupt(config(), after=COUNT))) == 7
-    monkeypatch.setattr(decode.Shards, "SIZE", SIZE)
+    """As an earlier version may have written them: 6 of 2 sources each, where 4 are wanted of 4 each."""
+    monkeypatch.setattr(decode, "SHARD", 2)
+    assert len(shards(interrupt(config(), after=COUNT))) == 6
+    monkeypatch.setattr(decode, "SHARD", SIZE)
     check_is(decode.run(config()), undisturbed)
 
 
-def test_an_error_while_the_folder_is_finished_keeps_the_shards(
+def test_fault_05_an_error_while_the_folder_is_finished_keeps_the_shards(
     config: Config, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files are read once more for their SHA-256, and a disk may be full by then."""
 
     def full(*_: Any) -> None:
-        raise OSError("no space left")
+        raise OSError(errno.ENOSPC, "no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.Output, "write_json", full)
-        with pytest.raises(OSError, match="no space left"):
+        patch.setattr(store.Output, "_put_in_place", full)
+        with pytest.raises(CalibeamError, match="No space left on device"):
             decode.run(config())
     before = marks(partial(config()), *SHARDS)
     folder = decode.run(config())
@@ -270,7 +283,7 @@ def test_other_stages_read_all_shards_in_their_order(
     """The same from one shard, from 4, and from 14, whose numbers have one digit or two."""
     similarities = []
     for size in (1, SIZE, 1024):
-        monkeypatch.setattr(decode.Shards, "SIZE", size)
+        monkeypatch.setattr(decode, "SHARD", size)
         candidates = decode.run(config(f"shards-of-{size}"))
         assert len(shards(candidates)) == -(-COUNT // size)
         check_rows(rows_of(candidates), rows_of(undisturbed))

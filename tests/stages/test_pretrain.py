@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import json
 import lzma
+import os
+import signal
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -181,6 +184,16 @@ def test_workers_change_nothing(files: tuple[str, ...], vocabulary: Path) -> Non
             assert same(one.batch()[0], other.batch()[0])
 
 
+def test_fault_09_a_worker_that_is_killed_is_an_error_that_says_so(files: tuple[str, ...], vocabulary: Path) -> None:
+    with stream(files, vocabulary, workers=1) as source:
+        source.batch()
+        assert source._pool is not None
+        (worker,) = source._pool._processes
+        os.kill(worker, signal.SIGKILL)
+        with pytest.raises(CalibeamError, match="a process that prepares data has died"):
+            deque((source.batch() for _ in range(100)), maxlen=0)
+
+
 @pytest.mark.parametrize("stop", [1, 7, 23])
 def test_a_stream_goes_on_from_any_position(stop: int, files: tuple[str, ...], vocabulary: Path) -> None:
     with stream(files, vocabulary, mlm_ratio=0.2) as source:
@@ -249,7 +262,7 @@ def stop_at(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     [{"optimizer": "adafactor"}, {"optimizer": "adamw", "learning_rate": 1e-3, "mlm_ratio": 0.2, "workers": 1}],
     ids=["adafactor", "adamw"],
 )
-def test_stopped_anywhere_it_ends_at_the_same_bits(
+def test_fault_13_stopped_anywhere_it_ends_at_the_same_bits(
     changes: dict[str, Any], model: str, files: tuple[str, ...], tmp_path: Path, stop_at: Any
 ) -> None:
     whole = pretrain.run(config(model, files, tmp_path / "whole", **changes))
@@ -266,17 +279,6 @@ def test_stopped_anywhere_it_ends_at_the_same_bits(
     counts = [store.read(folder, "pretrain").manifest["counts"] for folder in (whole, resumed)]
     assert counts[0] == counts[1]
     assert {file.name for file in resumed.iterdir()} == {"manifest.json", "log.jsonl", "model"}
-
-
-def test_a_damaged_checkpoint_is_named(model: str, files: tuple[str, ...], tmp_path: Path, stop_at: Any) -> None:
-    given = config(model, files, tmp_path / "out")
-    stop_at(5)
-    with pytest.raises(Stopped):
-        pretrain.run(given)
-    checkpoint = tmp_path / ".out.partial" / "checkpoint.safetensors"
-    checkpoint.write_bytes(checkpoint.read_bytes()[:-7])
-    with pytest.raises(CalibeamError, match=r"checkpoint\.safetensors is damaged"):
-        pretrain.run(given)
 
 
 def test_it_learns(model: str, files: tuple[str, ...], tmp_path: Path) -> None:

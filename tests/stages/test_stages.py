@@ -154,7 +154,7 @@ METHODS = [{"method": "beam"}, {"method": "diverse_beam", "groups": 2, "diversit
 
 
 @pytest.mark.parametrize("settings", METHODS, ids=lambda settings: settings["method"])
-def test_candidates_are_distinct_ordered_and_have_their_own_log_p(
+def test_fault_28_candidates_are_distinct_ordered_and_have_their_own_log_p(
     settings: dict[str, Any], tmp_path: Path, data: str, tuned: str
 ) -> None:
     places = {"data": data, "model": tuned}
@@ -320,7 +320,9 @@ def a_batch(model: Seq2Seq, count: int = 5) -> tuple[Any, ...]:
 
 @pytest.mark.parametrize("count", [1, 5])
 @pytest.mark.parametrize("family", ["t5", "t5-untied", "bart", "pegasus"])
-def test_the_divergence_from_the_reference_is_exactly_0_before_the_first_step(family: str, count: int, tokenizer: Any) -> None:
+def test_fault_31_the_divergence_from_the_reference_is_exactly_0_before_the_first_step(
+    family: str, count: int, tokenizer: Any
+) -> None:
     model, reference = (Seq2Seq(tiny_model(family, 0, len(tokenizer)), tokenizer) for _ in range(2))
     step = calibrate.CalibrationStep(model, reference, a_config(regularizer="kl"))
     assert step.loss(step.batch(*a_batch(model, count)))["regularization"].item() == pytest.approx(0.0, abs=1e-6)
@@ -330,7 +332,7 @@ def test_the_divergence_from_the_reference_is_exactly_0_before_the_first_step(fa
 
 
 @pytest.mark.parametrize("family", ["t5", "bart"])
-def test_the_cross_entropy_regularizer_is_the_finetuning_loss(family: str, tokenizer: Any) -> None:
+def test_fault_31_the_cross_entropy_regularizer_is_the_finetuning_loss(family: str, tokenizer: Any) -> None:
     model = Seq2Seq(tiny_model(family, 0, len(tokenizer)), tokenizer)
     sources, targets, rows, generator = a_batch(model)
     step = calibrate.CalibrationStep(model, copy.deepcopy(model), a_config(regularizer="cross_entropy", reg_weight=3.0))

@@ -47,26 +47,22 @@ def split_sentences(text: str) -> list[Span]:
     """
     spans, start = [], len(text) - len(text.lstrip())
     for found in _BREAK.finditer(text, start):
-        if _ends_sentence(text, start, found):
-            spans.append(_trimmed(text, start, found.end()))
-            start = found.end()
+        end = found.end()
+        if found.lastgroup == "wide" or _ends_sentence(text, start, found, end):
+            spans.append((start, start + len(text[start:end].rstrip())))
+            start = end
     if start < len(text):
-        spans.append(_trimmed(text, start, len(text)))
+        spans.append((start, start + len(text[start:].rstrip())))
     return spans
 
 
-def _ends_sentence(text: str, start: int, found: re.Match[str]) -> bool:
-    if found["wide"]:
-        return True
-    if found.end() < len(text) and text[found.end()].islower():
+def _ends_sentence(text: str, start: int, found: re.Match[str], end: int) -> bool:
+    if text[end : end + 1].islower():
         return False
-    return found["end"] != "." or not _ABBREVIATION.search(
-        text[max(start, found.end("end") - _LONGEST_ABBREVIATION) : found.end("end")]
-    )
-
-
-def _trimmed(text: str, start: int, end: int) -> Span:
-    return start, start + len(text[start:end].rstrip())
+    if found["end"] != ".":
+        return True
+    stop = found.end("end")
+    return not _ABBREVIATION.search(text[max(start, stop - _LONGEST_ABBREVIATION) : stop])
 
 
 def number_of_gaps(sentences: int, ratio: float) -> int:

@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    pass
+    import numpy as np
+
+SHORT = 500  # words, up to which every n is tried in turn
 
 
 def geometric_mean(rouge1: float, rouge2: float, rouge_l: float) -> float:
@@ -23,6 +25,10 @@ def r_m(datasets: Sequence[tuple[float, float, float]]) -> float:
 def has_repetition(text: str) -> bool:
     """Whether any word n-gram is followed at once by itself ("the the", "of a of a"), case and punctuation aside."""
     words = re.findall(r"\w+", text.lower())
+    return _repeats(words) if len(words) <= SHORT else _repeats_in_long(words)
+
+
+def _repeats(words: Sequence[str]) -> bool:
     for n in range(1, len(words) // 2 + 1):
         run = 0  # of positions in a row whose word stands again n words later
         for here, later in zip(words, words[n:], strict=False):
@@ -30,6 +36,65 @@ def has_repetition(text: str) -> bool:
             if run == n:
                 return True
     return False
+
+
+def _repeats_in_long(words: Sequence[str]) -> bool:
+    """The same in time N log N, where N is the number of words.
+
+    Of n words that stand again n later, one is at a multiple of n, and half of them follow or precede it. So it is enough to
+    look at the n / 2 words on either side of every multiple of every n: N log N places, compared by sums of random numbers.
+    What seems to be a repetition is looked at word by word.
+    """
+    import numpy as np
+
+    numbers: dict[str, int] = {}
+    ids = np.array([numbers.setdefault(word, len(numbers)) for word in words])
+    size, prime, random = len(ids), (1 << 31) - 1, np.random.default_rng(0)
+    powers, base = np.ones(1, np.int64), int(random.integers(1 << 20, prime))
+    while len(powers) <= size:
+        powers = np.concatenate([powers, powers * pow(base, len(powers), prime) % prime])
+    sums = np.concatenate([[0], np.cumsum(random.integers(1, prime, len(numbers))[ids] * powers[:size] % prime)])
+
+    def again(start: np.ndarray, length: np.ndarray, n: np.ndarray) -> np.ndarray:
+        """Whether so many words stand again n later; never no where they do."""
+        end = np.minimum(start + length, size - n)
+        start = np.maximum(start, 0)
+        here, later = sums[end] - sums[start], sums[end + n] - sums[start + n]
+        return (end - start == length) & (here % prime * powers[n] % prime == later % prime)
+
+    def reach(place: np.ndarray, n: np.ndarray, way: int) -> np.ndarray:
+        """How many words from a place on, or before it, stand again n later, up to n."""
+        least, most = np.zeros_like(n), n.copy()
+        while (least < most).any():
+            middle = (least + most + 1) // 2
+            longer = again(place if way > 0 else place - middle, middle, n)
+            least, most = np.where(longer, middle, least), np.where(longer, most, middle - 1)
+        return least
+
+    def repeats(place: np.ndarray, n: np.ndarray) -> bool:
+        found = ids[place] == ids[np.minimum(place + n, size - 1)]
+        place, n = place[found], n[found]
+        half = (n + 1) // 2
+        found = again(place, half, n) | again(place - half, half, n)
+        place, n = place[found], n[found]
+        found = reach(place, n, +1) + reach(place, n, -1) >= n
+        return any(_longest_run(ids, int(p), int(m)) >= m for p, m in zip(place[found], n[found], strict=True))
+
+    border = int(size**0.5)  # small n have many multiples, large ones few: all those of one n, or of all n, at once
+    small = (repeats(np.arange(0, size - n + 1, n), np.full(size // n, n)) for n in range(1, border + 1))
+    large = (
+        repeats(k * n, n) for k in range(size // border) if len(n := np.arange(border + 1, min(size // (k + 1), size // 2) + 1))
+    )
+    return any(small) or any(large)
+
+
+def _longest_run(ids: np.ndarray, place: int, n: int) -> int:
+    """Of words around a place that stand again n later."""
+    import numpy as np
+
+    start, end = max(0, place - n), min(place + n, len(ids) - n)
+    other = np.flatnonzero(ids[start:end] != ids[start + n : end + n])
+    return int(np.diff(other, prepend=-1, append=end - start).max()) - 1
 
 
 def repetition_rate(texts: Sequence[str]) -> float:

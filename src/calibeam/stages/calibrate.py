@@ -7,9 +7,11 @@ Example: calibeam calibrate out/data.toml loss=rank beta=10 regularizer=kl learn
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +48,12 @@ class Config(ExamplesConfig):
         "fine_tuned", "as scored, or by the decoder states of the model in training", choices=lambda: ("fine_tuned", "current")
     )
     select: str = option("rouge", "what to choose the checkpoint by", choices=lambda: SELECTIONS)
+    max_drift: float = option(
+        4.0,
+        "stop when the perplexity of validation targets is above so many times what it was, or that of training targets by "
+        "kl; 0 for never",
+        at_least=0,
+    )
     lora_rank: int = option(0, "train a LoRA adapter of this rank in place of the model; 0 for none", at_least=0)
     lora_alpha: float = option(16.0, "what the adapter adds counts lora_alpha / lora_rank", above=0)
     lora_target_modules: tuple[str, ...] = option((), "the layers to adapt; all linear ones but the output head if empty")
@@ -115,6 +123,7 @@ def run(config: Config, *, force: bool = False) -> Path:
             "agreement": "agreement",
             "regularization": "regularization" if callable(config.regularizer) else config.regularizer,
         },
+        drift=partial(_drift, sum(map(len, targets)) / len(targets)) if config.regularizer == "kl" else None,
     )
     with output.writing(resume=True):
         without = sum(len(set(row["similarity"])) < 2 for row in rows)
@@ -123,8 +132,14 @@ def run(config: Config, *, force: bool = False) -> Path:
         display.say(
             f"calibrate: {len(rows):,} examples, {without:,} of them without a pair to compare; lambda {step.reg_weight:.3g}"
         )
-        train(model.model, config, config.plan(len(items), config.select), problem, output)
+        plan = config.plan(len(items), config.select)._replace(max_drift=config.max_drift)
+        train(model.model, config, plan, problem, output)
     return output.path
+
+
+def _drift(tokens: float, figures: Mapping[str, float]) -> float:
+    """e to the divergence of a token, by the mean number of tokens in a target: a ratio, as one of perplexities is."""
+    return math.exp(min(figures["regularization"] / tokens, 700.0))
 
 
 def adapt(model: Seq2Seq, config: Config) -> lora.Adapter | None:

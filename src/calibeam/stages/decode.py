@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,12 +19,17 @@ from typing import TYPE_CHECKING, Any
 from calibeam import display, store
 from calibeam.paper.decoding import DECODERS
 from calibeam.recipe import StageConfig, option
-from calibeam.records import CalibeamError, Example
+from calibeam.records import CalibeamError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from calibeam.seq2seq import Seq2Seq
+
+SHARD = 1024
+"""Sources whose candidates are written together, and lost together when a run is killed."""
+Source = tuple[str, Sequence[int]]
+"""An example's id, and the token ids of its source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,73 +66,37 @@ def run(config: Config, *, force: bool = False) -> Path:
     tuned = load_for_inference(model.path, config.device)
     check_lengths(tuned, config.max_source_length, config.max_new_tokens)
     total = data.count(config.split)
-    with output.writing(resume=True):
+    counts = Counter[str]()
+
+    def sources() -> Iterator[Source]:
+        examples = data.stream_examples(config.split)
+        while some := [*itertools.islice(examples, SHARD)]:
+            tokens, cut = tuned.encode_sources([example.source for example in some], config.max_source_length)
+            counts["sources_cut"] += cut
+            yield from zip((example.id for example in some), tokens, strict=True)
+
+    with output.writing(resume=True), display.Bar(f"decode {config.method} {config.num_candidates}", total) as bar:
         output.notes += [
             f"the model's generation config asks for {it}; not applied" for it in seq2seq.ignored_heuristics(tuned.model)
         ]
-        shards = Shards(output, tuned, config.max_source_length, method=config.method, seed=config.seed)
-        with display.Bar(f"decode {config.method} {config.num_candidates}", total) as bar:
-            found = decode_stream(
-                tuned, shards.sources(data.stream_examples(config.split), bar), search_settings(config), count=total,
+
+        def make(some: Sequence[Source]) -> list[dict[str, Any]]:
+            rows = decode_sources(
+                tuned, some, search_settings(config), bar,
                 source_length=config.max_source_length, seed=config.seed, batch_size=config.batch_size,
             )  # fmt: skip
-            for number, row in found:
-                shards.add(number, row)
-                bar.advance()
-        output.counts |= shards.counts
+            return [{**row, "method": config.method, "seed": config.seed} for row in rows]
+
+        for rows in output.shards("candidates", sources(), store.CANDIDATES, make, size=SHARD):
+            kept, drawn = sum(len(row["log_p"]) for row in rows), sum(sum(row["times_drawn"]) for row in rows)
+            counts.update(sources=len(rows), candidates=kept, merged_duplicates=drawn - kept)
+            bar.reach(counts["sources"])
+        output.counts |= counts
     display.say(
-        "decode: {candidates:,} candidates of {sources:,} sources; "
-        "{sources_cut:,} sources cut, {merged_duplicates:,} duplicates merged".format(**shards.counts)
+        f"decode: {counts['candidates']:,} candidates of {total:,} sources; "
+        f"{counts['sources_cut']:,} sources cut, {counts['merged_duplicates']:,} duplicates merged"
     )
     return output.path
-
-
-class Shards:
-    """Candidates on their way to disk: a shard is written when all its sources are done, and never made again."""
-
-    SIZE = 1024
-
-    def __init__(self, output: store.Output, tuned: Seq2Seq, max_source_length: int, **columns: Any) -> None:
-        self._output, self._tuned, self._max_source_length, self._columns = output, tuned, max_source_length, columns
-        self._open: dict[int, dict[int, dict[str, Any] | None]] = {}
-        self.counts = {"sources": 0, "sources_cut": 0, "candidates": 0, "merged_duplicates": 0}
-
-    def sources(self, examples: Iterator[Example], bar: display.Bar) -> Iterator[tuple[int, str, list[int]]]:
-        """Number, id and token ids of what is still to decode; within a shard the longest first."""
-        for shard in itertools.count():
-            some = [*itertools.islice(examples, self.SIZE)]
-            if not some:
-                self._output.drop(name for name in self._output.tables() if name >= self._name(shard))
-                return
-            tokens, cut = self._tuned.encode_sources([example.source for example in some], self._max_source_length)
-            self.counts["sources"] += len(some)
-            self.counts["sources_cut"] += cut
-            written = self._output.written(self._name(shard), [example.id for example in some], store.CANDIDATES)
-            if written is not None:
-                self._count(written)
-                bar.advance(len(some))
-                continue
-            first = shard * self.SIZE
-            self._open[shard] = dict.fromkeys(range(first, first + len(some)))
-            for place in sorted(range(len(some)), key=lambda place: -len(tokens[place])):
-                yield first + place, some[place].id, tokens[place]
-
-    def add(self, number: int, row: dict[str, Any]) -> None:
-        rows = self._open[number // self.SIZE]
-        rows[number] = {**row, **self._columns}
-        if all(rows.values()):
-            whole = [row for row in rows.values() if row is not None]
-            self._output.write_rows(self._name(number // self.SIZE), whole, store.CANDIDATES)
-            self._count(whole)
-            del self._open[number // self.SIZE]
-
-    def _count(self, rows: Sequence[dict[str, Any]]) -> None:
-        kept, drawn = sum(len(row["log_p"]) for row in rows), sum(sum(row["times_drawn"]) for row in rows)
-        self.counts["candidates"] += kept
-        self.counts["merged_duplicates"] += drawn - kept
-
-    def _name(self, shard: int) -> str:
-        return f"candidates-{shard:05}"
 
 
 def check_search(method: str, *options: Any) -> None:
@@ -174,53 +144,44 @@ def decode_all(
     description: str,
 ) -> list[dict[str, Any]]:
     """The candidates of every source, in the order of the sources."""
-    rows: dict[int, dict[str, Any]] = {}
+    longest = max(map(len, sources), default=1)
     with display.Bar(description, len(sources)) as bar:
-        order = sorted(range(len(sources)), key=lambda number: -len(sources[number]))
-        for number, row in decode_stream(
-            tuned, ((number, ids[number], sources[number]) for number in order), settings, count=len(sources),
-            source_length=max(map(len, sources), default=1), seed=seed, batch_size=batch_size,
-        ):  # fmt: skip
-            rows[number] = row
-            bar.advance()
-    return [rows[number] for number in range(len(sources))]
+        some = [*zip(ids, sources, strict=True)]
+        return decode_sources(tuned, some, settings, bar, source_length=longest, seed=seed, batch_size=batch_size)
 
 
-def decode_stream(
+def decode_sources(
     tuned: Seq2Seq,
-    sources: Iterable[tuple[int, str, Sequence[int]]],
+    sources: Sequence[Source],
     settings: dict[str, Any],
+    bar: display.Bar,
     *,
-    count: int,
     source_length: int,
     seed: int,
     batch_size: int,
-) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Number and candidates of every source (a number, an id, token ids), each as soon as it is done."""
+) -> list[dict[str, Any]]:
+    """The same under a bar that others use too; the longest sources go first."""
     import torch
 
     from calibeam.engine import search
     from calibeam.seq2seq import sequence_mask
 
-    under_way: dict[int, tuple[str, Sequence[int]]] = {}
     task = search.Task.of(tuned.model, **settings)
-
-    def numbers() -> Iterator[int]:
-        for number, example, tokens in sources:
-            under_way[number] = (example, tokens)
-            yield number
+    order = sorted(range(len(sources)), key=lambda number: -len(sources[number][1]))
+    rows: dict[int, dict[str, Any]] = {}
 
     def noise(number: int) -> Tensor:
-        return task.uniform(torch.Generator().manual_seed(_seed_of(seed, under_way[number][0])))
+        return task.uniform(torch.Generator().manual_seed(_seed_of(seed, sources[number][0])))
 
     def batch(some: Sequence[int]) -> tuple[Tensor, Tensor]:
-        return tuned.batch([under_way[number][1] for number in some])
+        return tuned.batch([sources[number][1] for number in some])
 
-    for number, tokens, log_p in search.stream(task, numbers(), count, source_length, batch, noise, batch_size):
-        example, _ = under_way.pop(number)
+    for number, tokens, log_p in search.stream(task, order, len(sources), source_length, batch, noise, batch_size):
         lengths = sequence_mask(tokens, task.ids.eos).sum(-1).tolist()
         outputs = [tuple(row[:length]) for row, length in zip(tokens.tolist(), lengths, strict=True)]
-        yield number, {"id": example, **_merge(tuned, outputs, log_p.tolist())}
+        rows[number] = {"id": sources[number][0], **_merge(tuned, outputs, log_p.tolist())}
+        bar.advance()
+    return [rows[number] for number in range(len(sources))]
 
 
 def _merge(tuned: Seq2Seq, outputs: list[tuple[int, ...]], log_p: list[float]) -> dict[str, Any]:

@@ -13,10 +13,11 @@ from __future__ import annotations
 import hashlib
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from calibeam import display, rows, store
 from calibeam.paper.metrics import Properties, properties
@@ -25,6 +26,9 @@ from calibeam.records import CalibeamError, Example
 from calibeam.rows import LONGEST_FIELD, Complaint
 from calibeam.tasks import TASKS
 from calibeam.tasks.task import SPLITS, UNSPLIT, Task, split_by_hash
+
+if TYPE_CHECKING:
+    import numpy as np
 
 SHOWN = 5
 TOLERATED = 100  # a published dataset may have one row in so many that cannot be used
@@ -64,22 +68,50 @@ class Names(NamedTuple):
     id: str = "id"
 
 
-class Read:
-    """What was read, by split: the rows that can be used, and of every row the source and first reference, to be measured."""
+class Split:
+    """The rows of a split on their way: in a table on disk, and in memory only a hash of every id."""
 
-    def __init__(self) -> None:
-        self.examples: dict[str, list[Example]] = {split: [] for split in SPLITS}
-        self.pairs: dict[str, list[tuple[str, str]]] = {split: [] for split in SPLITS}
-        self._numbers: dict[str, dict[str, int]] = {split: {} for split in SPLITS}
+    def __init__(self, output: store.Output, name: str) -> None:
+        self._output, self._name = output, f"{name}-as-read"
+        self._rows: list[dict[str, Any]] = []
+        self._tables = 0
+        self._numbers: dict[int, int] = {}
+        self.measured: list[array[float]] = [array("d") for _ in Properties._fields]
+        """Of every row, whether it can be used or not."""
 
-    def take(self, example: Example, split: str, number: int, names: Names) -> str:
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def take(self, example: Example, number: int, names: Names) -> str:
         """Keep the example of a row, or say why not."""
-        numbers = self._numbers[split]
-        if example.id in numbers:
-            return f"field {names.id!r} repeats the id {example.id!r} of row {numbers[example.id]}"
-        numbers[example.id] = number
-        self.examples[split].append(example)
+        key = _hash(example.id)
+        if key in self._numbers:
+            return f"field {names.id!r} repeats the id {example.id!r} of row {self._numbers[key]}"
+        self._numbers[key] = number
+        self._rows.append({"id": example.id, "source": example.source, "targets": example.targets})
+        if len(self._rows) == store.ROW_GROUP:
+            self._write()
         return ""
+
+    def hashes(self) -> np.ndarray:
+        import numpy as np
+
+        return np.fromiter(self._numbers, np.uint64, len(self))
+
+    def examples(self) -> Iterator[Example]:
+        self._write()
+        for table in range(self._tables):
+            for row in self._output.read_rows(f"{self._name}-{table}", store.EXAMPLES):
+                yield Example(row["id"], row["source"], tuple(row["targets"]))
+
+    def drop(self) -> None:
+        for table in range(self._tables):
+            self._output.drop(f"{self._name}-{table}")
+
+    def _write(self) -> None:
+        if self._rows:
+            self._output.write_rows(f"{self._name}-{self._tables}", self._rows, store.EXAMPLES)
+            self._rows, self._tables = [], self._tables + 1
 
 
 def run(config: Config, *, force: bool = False) -> Path:
@@ -93,22 +125,30 @@ def run(config: Config, *, force: bool = False) -> Path:
     if output.done:
         return output.path
     with output.writing():
-        read = _read(places, lists, config, task, output)
-        generate = task.generate if task else None
-        splits = generate(config.packages, config.fresh) if generate else _with_test(read, places, task, output)
-        for split in SPLITS:
-            if not splits[split]:
-                raise CalibeamError(f"the {split} split is empty" + "".join(f": {place}" for place in places.get(split, [])[:1]))
-        if task and not generate:
-            _show(task, read.pairs, output)
-        splits = {split: _limit(splits[split], getattr(config, f"max_{split}")) for split in SPLITS}
-        for split, examples in splits.items():
-            output.write_rows(split, ({"id": e.id, "source": e.source, "targets": e.targets} for e in examples), store.EXAMPLES)
-            output.counts[split] = len(examples)
-        _note_oddities(splits, output)
+        read = {name: Split(output, name) for name in SPLITS}
+        if task and task.generate:
+            for name, examples in task.generate(config.packages, config.fresh).items():
+                for number, example in enumerate(examples, start=1):
+                    read[name].take(example, number, Names())
+        else:
+            _read(read, places, lists, config, task, output)
+        chosen = _chosen(read, places, config, task, output)
+        for name, (split, wanted) in chosen.items():
+            if not (len(split) if wanted is None else wanted):
+                raise CalibeamError(f"the {name} split is empty" + "".join(f": {place}" for place in places.get(name, [])[:1]))
+        if task and not task.generate:
+            _show(task, read, output)
+        oddities = Oddities()
+        for name, (split, wanted) in chosen.items():
+            rows = oddities.watch(name, (e for e in split.examples() if wanted is None or _hash(e.id) in wanted))
+            output.write_rows(name, ({"id": e.id, "source": e.source, "targets": e.targets} for e in rows), store.EXAMPLES)
+        for split in read.values():
+            split.drop()
+        output.counts |= oddities.rows
+        oddities.note(output)
     for note in output.notes:
         display.say(f"prepare: {note}", style="yellow")
-    display.say("prepare: " + ", ".join(f"{len(examples):,} {split}" for split, examples in splits.items()) + " rows")
+    display.say("prepare: " + ", ".join(f"{output.counts[split]:,} {split}" for split in SPLITS) + " rows")
     return output.path
 
 
@@ -130,32 +170,35 @@ def _places(config: Config, task: Task | None) -> dict[str, list[str]]:
 
 
 def _read(
-    places: Mapping[str, Sequence[str]], lists: Mapping[str, str], config: Config, task: Task | None, output: store.Output
-) -> Read:
+    read: Mapping[str, Split],
+    places: Mapping[str, Sequence[str]],
+    lists: Mapping[str, str],
+    config: Config,
+    task: Task | None,
+    output: store.Output,
+) -> None:
     names = Names() if task else Names(config.source_column, config.target_columns, config.id_column)
-    read = Read()
     for part, some in places.items():
         numbers = itertools.count(1)  # for rows without an id
         for place in some:
             problems: list[tuple[int, str]] = []
-            taken = 0
+            bad = taken = 0
             for number, row in _plain_rows(place, part, task):
                 split = _split(row, part, lists)
                 if split is None:
                     output.counts["rows_in_no_split"] = output.counts.get("rows_in_no_split", 0) + 1
                     continue
                 if task and isinstance(row, dict):
-                    read.pairs[split].append(_pair(row))
+                    _measure(row, read[split].measured, task.hides(split))
                     if task.hides(split) and row.get("target") == []:
                         continue
                 example, problem = _example(row, next(numbers), names)
-                problem = read.take(example, split, number, names) if example else problem
-                if problem:
+                problem = read[split].take(example, number, names) if example else problem
+                if problem and len(problems) < SHOWN:
                     problems.append((number, problem))
-                taken += not problem
-            tolerated = config.bad_rows == "skip" or (task is not None and len(problems) * TOLERATED <= taken)
-            _report(problems, place, part, tolerated, output)
-    return read
+                bad, taken = bad + bool(problem), taken + (not problem)
+            tolerated = config.bad_rows == "skip" or (task is not None and bad * TOLERATED <= taken)
+            _report(bad, problems, place, part, tolerated, output)
 
 
 def _plain_rows(place: str, part: str, task: Task | None) -> Iterator[tuple[int, Any]]:
@@ -174,22 +217,25 @@ def _split(row: Any, part: str, lists: Mapping[str, str]) -> str | None:
     return split_by_hash(str(group or row)) if part == UNSPLIT else part
 
 
-def _pair(row: dict[str, Any]) -> tuple[str, str]:
-    target = row.get("target") or ""
-    return str(row.get("source") or ""), str(target[0] if isinstance(target, list) else target)
+def _measure(row: dict[str, Any], measured: Sequence[array[float]], hidden: bool) -> None:
+    """References that were not published when the paper was written count as empty, as they did there."""
+    target = "" if hidden else row.get("target") or ""
+    pair = str(row.get("source") or ""), str(target[0] if isinstance(target, list) else target)
+    for column, value in zip(measured, properties([pair]), strict=True):
+        column.append(value)
 
 
-def _report(problems: Sequence[tuple[int, str]], place: str, split: str, tolerated: bool, output: store.Output) -> None:
-    """What is wrong with the rows of a file: an error or a note."""
-    if not problems:
+def _report(bad: int, problems: Sequence[tuple[int, str]], place: str, split: str, tolerated: bool, output: store.Output) -> None:
+    """What is wrong with the rows of a file, some of them by name: an error or a note."""
+    if not bad:
         return
-    listed = "\n  ".join(f"row {number}: {problem}" for number, problem in problems[:SHOWN])
-    more = f"\n  and {len(problems) - SHOWN:,} more" if len(problems) > SHOWN else ""
-    message = f"has {len(problems):,} rows that cannot be used:\n  {listed}{more}"
+    listed = "\n  ".join(f"row {number}: {problem}" for number, problem in problems)
+    more = f"\n  and {bad - len(problems):,} more" if bad > len(problems) else ""
+    message = f"has {bad:,} rows that cannot be used:\n  {listed}{more}"
     if not tolerated:
         raise CalibeamError(f"{place} {message}\nMend them, or pass bad_rows=skip to leave them out")
     output.notes.append(f"skipped: {Path(place).name} {message}")
-    output.counts[f"{split}_skipped"] = output.counts.get(f"{split}_skipped", 0) + len(problems)
+    output.counts[f"{split}_skipped"] = output.counts.get(f"{split}_skipped", 0) + bad
 
 
 def _example(row: Any, number: int, names: Names) -> tuple[Example | None, str]:
@@ -225,23 +271,34 @@ def _example(row: Any, number: int, names: Names) -> tuple[Example | None, str]:
     return Example(str(number if given is None else given), texts[names.source][0], targets), ""
 
 
-def _with_test(read: Read, places: Mapping[str, Any], task: Task | None, output: store.Output) -> dict[str, list[Example]]:
-    """The splits; where there are no references to test on, validation has to serve."""
-    splits = dict(read.examples)
-    if task and task.hides("test") and not splits["test"]:
-        splits["test"] = splits["validation"]
+def _chosen(
+    read: Mapping[str, Split], places: Mapping[str, Any], config: Config, task: Task | None, output: store.Output
+) -> dict[str, tuple[Split, set[int] | None]]:
+    """Which rows become each split, by a hash of their ids; None for all. Where none are there to test on, validation serves."""
+    validation, test = read["validation"], read["test"]
+    kept: dict[str, tuple[Split, np.ndarray]] = {name: (split, split.hashes()) for name, split in read.items()}
+    if task and task.hides("test") and not len(test):
+        kept["test"] = kept["validation"]
         output.notes.append("the test split is published without references: as in the paper, validation stands in for it")
     if task is None and "test" not in places:
-        splits["validation"], splits["test"] = _halves(splits["validation"])
+        hashes = validation.hashes()
+        hashes.sort()
+        kept["validation"], kept["test"] = (validation, hashes[len(hashes) // 2 :]), (validation, hashes[: len(hashes) // 2])
         output.notes.append("no test file: half of the validation rows, by a hash of their id, became the test split")
-    return splits
+    chosen: dict[str, tuple[Split, set[int] | None]] = {}
+    for name, (split, hashes) in kept.items():
+        most = getattr(config, f"max_{name}") or len(hashes)
+        hashes.sort()
+        chosen[name] = split, None if min(most, len(hashes)) == len(split) else set(hashes[:most].tolist())
+    return chosen
 
 
-def _show(task: Task, pairs: Mapping[str, Sequence[tuple[str, str]]], output: store.Output) -> None:
-    """The dataset's properties beside the paper's. References that were not published then count as empty, as they did there."""
+def _show(task: Task, read: Mapping[str, Split], output: store.Output) -> None:
+    """The dataset's properties beside the paper's."""
     assert task.paper is not None
-    measured = properties([(s, "" if task.hides(split) else t) for split, some in pairs.items() for s, t in some])
-    counts = {split: len(some) for split, some in pairs.items()}
+    counts = {name: len(split.measured[0]) for name, split in read.items()}
+    columns = zip(*(split.measured for split in read.values()), strict=True)
+    measured = Properties(*(sum(map(sum, parts)) / sum(counts.values()) for parts in columns))
     output.write_json("properties.json", {"examples": counts, **measured._asdict()})
 
     def line(name: str, examples: str, found: Properties) -> tuple[str, ...]:
@@ -258,36 +315,38 @@ def _show(task: Task, pairs: Mapping[str, Sequence[tuple[str, str]]], output: st
     )
 
 
-def _by_hash(example: Example) -> bytes:
-    return hashlib.sha256(example.id.encode()).digest()
+def _hash(text: str) -> int:
+    """64 bits of it: of two million rows, two have the same by chance once in ten million datasets."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
 
 
-def _limit(examples: list[Example], most: int) -> list[Example]:
-    """The `most` examples of smallest hash, in their own order."""
-    if not most or len(examples) <= most:
-        return examples
-    kept = {example.id for example in sorted(examples, key=_by_hash)[:most]}
-    return [example for example in examples if example.id in kept]
+class Oddities:
+    """What is no error, and worth knowing, counted as the rows go by: those of the training split first."""
 
+    def __init__(self) -> None:
+        self.rows = dict.fromkeys(SPLITS, 0)
+        self._train: set[int] = set()
+        self._leaked, self._twice, self._special = dict.fromkeys(SPLITS, 0), 0, 0
 
-def _halves(examples: list[Example]) -> tuple[list[Example], list[Example]]:
-    order = sorted(examples, key=_by_hash)
-    test = {example.id for example in order[: len(order) // 2]}
-    return [e for e in examples if e.id not in test], [e for e in examples if e.id in test]
+    def watch(self, split: str, examples: Iterable[Example]) -> Iterator[Example]:
+        for example in examples:
+            self.rows[split] += 1
+            source = _hash(example.source)
+            if split == "train":
+                self._train.add(source)
+            else:
+                self._leaked[split] += source in self._train
+            self._twice += len(set(example.targets)) < len(example.targets)
+            self._special += any(map(SPECIAL_TOKENS.search, (example.source, *example.targets)))
+            yield example
 
-
-def _note_oddities(splits: Mapping[str, Sequence[Example]], output: store.Output) -> None:
-    """What is no error, and worth knowing."""
-    train = {example.source for example in splits["train"]}
-    for split in ("validation", "test"):
-        leaked = sum(example.source in train for example in splits[split])
-        _note(f"{split}_sources_in_train", leaked, f"sources of the {split} split are also in the training split", output)
-    every = [example for examples in splits.values() for example in examples]
-    twice = sum(len(set(example.targets)) < len(example.targets) for example in every)
-    _note("rows_with_a_reference_twice", twice, "rows have the same reference twice", output)
-    special = sum(any(map(SPECIAL_TOKENS.search, (example.source, *example.targets))) for example in every)
-    what = "a tokenizer that knows them takes them for its own, and a target ends at an end token"
-    _note("rows_with_special_tokens", special, f"rows hold special tokens such as </s> as text: {what}", output)
+    def note(self, output: store.Output) -> None:
+        for split in ("validation", "test"):
+            what = f"sources of the {split} split are also in the training split"
+            _note(f"{split}_sources_in_train", self._leaked[split], what, output)
+        _note("rows_with_a_reference_twice", self._twice, "rows have the same reference twice", output)
+        what = "a tokenizer that knows them takes them for its own, and a target ends at an end token"
+        _note("rows_with_special_tokens", self._special, f"rows hold special tokens such as </s> as text: {what}", output)
 
 
 def _note(name: str, count: int, what: str, output: store.Output) -> None:

@@ -1,13 +1,16 @@
 """Measure how similar every candidate is to the target, in the model's own latent space by default.
 
 Reads:   the folders written by prepare and decode, and the fine-tuned model
-Writes:  scored.parquet: the candidates with their similarity; of several references the best counts
+Writes:  scored-00000.parquet and so on: the candidates with their similarity; of several references the best counts.
+         A run that was interrupted goes on where it stopped
 Example: calibeam score out/data.toml similarity=rouge
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,7 +19,8 @@ from calibeam import display, functions, store
 from calibeam.paper.metrics import pair_agreement
 from calibeam.paper.similarity import SIMILARITIES
 from calibeam.recipe import StageConfig, option
-from calibeam.records import CalibeamError, Outputs
+from calibeam.records import CalibeamError, Example, Outputs
+from calibeam.stages.decode import SHARD, load_for_inference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +95,6 @@ class Config(SimilarityConfig):
 
 def run(config: Config, *, force: bool = False) -> Path:
     from calibeam import seq2seq
-    from calibeam.stages.decode import load_for_inference
 
     data = store.read(config.data, "prepare")
     candidates = store.read(config.candidates, "decode")
@@ -104,33 +107,57 @@ def run(config: Config, *, force: bool = False) -> Path:
     decoding = candidates.manifest["settings"]
     tuned = load_for_inference(model.path, config.device)
     longest = min(config.max_target_length, seq2seq.max_positions(tuned.model) or config.max_target_length)
-    examples = data.examples(decoding["split"])
-    rows = candidates.rows("candidates", store.CANDIDATES)
-    if [row["id"] for row in rows] != [example.id for example in examples]:
-        raise CalibeamError(f"{candidates.path} does not hold the examples of {data.path} in their order")
-    with output.writing():
-        sources, _ = tuned.encode_sources([example.source for example in examples], decoding["max_source_length"])
-        targets = [example.targets for example in examples]
-        _, cut = tuned.encode_targets([target for each in targets for target in each], longest)
-        function = config.compares_by(config.load_bertscore(encoder, targets, config.device))
-        name = functions.name_of(config.similarity) if callable(config.similarity) else config.similarity
-        scores = similarities(
-            tuned, function, sources, targets, rows,
-            max_target_length=longest, batch_size=config.batch_size, description=f"score {name}",
-        )  # fmt: skip
-        output.write_rows("scored", ({**row, "similarity": s} for row, s in zip(rows, scores, strict=True)), store.SCORED)
-        agreeing, pairs = map(sum, zip(*(pair_agreement(r["log_p"], s) for r, s in zip(rows, scores, strict=True)), strict=True))
+    split, counts = decoding["split"], Counter[str]()
+    targets = [example.targets for example in data.stream_examples(split)] if config.bertscore_idf else []
+    function = config.compares_by(config.load_bertscore(encoder, targets, config.device))
+    name = functions.name_of(config.similarity) if callable(config.similarity) else config.similarity
+
+    def pairs() -> Iterator[tuple[str, tuple[Example, dict[str, Any]]]]:
+        rows = candidates.stream("candidates", store.CANDIDATES)
+        for example, row in itertools.zip_longest(data.stream_examples(split), rows):
+            if example is None or row is None or example.id != row["id"]:
+                raise CalibeamError(f"{candidates.path} does not hold the examples of {data.path} in their order")
+            yield example.id, (example, row)
+
+    with output.writing(resume=True), display.Bar(f"score {name}", data.count(split)) as bar:
+
+        def make(some: Sequence[tuple[str, tuple[Example, dict[str, Any]]]]) -> list[dict[str, Any]]:
+            examples, rows = zip(*(pair for _, pair in some), strict=True)
+            sources, _ = tuned.encode_sources([example.source for example in examples], decoding["max_source_length"])
+            scores = _similarities(
+                tuned, function, sources, [example.targets for example in examples], rows, bar,
+                max_target_length=longest, batch_size=config.batch_size,
+            )  # fmt: skip
+            return [{**row, "similarity": values} for row, values in zip(rows, scores, strict=True)]
+
+        agreeing = 0.0
+        for rows in output.shards("scored", pairs(), store.SCORED, make, size=SHARD):
+            agreements = [pair_agreement(row["log_p"], row["similarity"]) for row in rows]
+            agreeing += sum(agree for agree, _ in agreements)
+            counts.update(
+                sources=len(rows),
+                candidates=sum(len(row["similarity"]) for row in rows),
+                sources_without_a_pair=sum(len(set(row["similarity"])) < 2 for row in rows),
+                pairs=sum(compared for _, compared in agreements),
+            )
+            bar.reach(counts["sources"])
+        compared = counts.pop("pairs")
         output.counts |= {
-            "split": decoding["split"],
-            "sources": len(rows),
-            "targets_cut": cut,
-            "candidates": sum(map(len, scores)),
-            "sources_without_a_pair": sum(len(set(s)) < 2 for s in scores),
-            "likelihood_agrees": agreeing / pairs if pairs else None,
+            "split": split,
+            **counts,
+            "targets_cut": _targets_cut(tuned, data.stream_examples(split), longest),
+            "likelihood_agrees": agreeing / compared if compared else None,
         }
-    if pairs:
-        display.say(f"score: the order by likelihood agrees with similarity in {agreeing / pairs:.1%} of {pairs:,} pairs")
+    if compared:
+        display.say(f"score: the order by likelihood agrees with similarity in {agreeing / compared:.1%} of {compared:,} pairs")
     return output.path
+
+
+def _targets_cut(tuned: Seq2Seq, examples: Iterator[Example], longest: int) -> int:
+    cut = 0
+    while some := [*itertools.islice(examples, SHARD)]:
+        cut += tuned.encode_targets([target for example in some for target in example.targets], longest)[1]
+    return cut
 
 
 def similarities(
@@ -145,13 +172,31 @@ def similarities(
     description: str,
 ) -> list[list[float]]:
     """s(candidate, target) of every candidate of every row, the best over its references."""
+    with display.Bar(description, len(rows)) as bar:
+        return _similarities(
+            tuned, function, sources, targets, rows, bar, max_target_length=max_target_length, batch_size=batch_size
+        )
+
+
+def _similarities(
+    tuned: Seq2Seq,
+    function: Callable[[Outputs, Outputs], Tensor],
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[str]],
+    rows: Sequence[dict[str, Any]],
+    bar: display.Bar,
+    *,
+    max_target_length: int,
+    batch_size: int,
+) -> list[list[float]]:
+    """The same under a bar that others use too."""
     import torch
 
     from calibeam.engine.packing import Source
     from calibeam.seq2seq import batches_by_length
 
     scores: dict[int, list[float]] = {}
-    for batch in display.track(batches_by_length(sources, batch_size), description):
+    for batch in batches_by_length(sources, batch_size):
         with torch.no_grad():
             input_ids, mask = tuned.batch([sources[index] for index in batch])
             source = Source(tuned.model, input_ids, mask)
@@ -171,6 +216,7 @@ def similarities(
         assert best is not None
         for index, values in zip(batch, best.tolist(), strict=True):
             scores[index] = values[: len(rows[index]["log_p"])]
+        bar.advance(len(batch))
     return [scores[index] for index in range(len(rows))]
 
 

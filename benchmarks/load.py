@@ -1,0 +1,118 @@
+"""Time and memory of everything around the model, at 20,000, 200,000 and 2 million rows.
+
+    python benchmarks/load.py [ROWS ...]
+
+prepare reads a JSON lines file of that many rows. What decode and score do besides the model, on the folder that prepare wrote:
+reading sources in shards, writing candidates (4 of 12 tokens each) or their scores, counting, sealing, and verifying what
+they read. Each in a process of its own, whose largest memory is told; that of Python with what calibeam imports is beside it.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import resource
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from calibeam import display, store
+from calibeam.paper.metrics import pair_agreement
+from calibeam.recipe import StageConfig
+from calibeam.stages import prepare
+from calibeam.stages.decode import SHARD
+
+WORDS = [f"word{i}" for i in range(5000)]
+Row = dict[str, Any]
+
+
+def write(folder: Path, count: int) -> None:
+    numbers = random.Random(0)  # noqa: S311
+    with (folder / "train.jsonl").open("w") as file:
+        for i in range(count):
+            source = " ".join(numbers.choices(WORDS, k=60))
+            file.write(json.dumps({"id": f"row-{i}", "source": source, "target": source[:80]}) + "\n")
+    with (folder / "validation.jsonl").open("w") as file:
+        file.writelines(json.dumps({"source": f"source {i}", "target": f"target {i}"}) + "\n" for i in range(100))
+
+
+def prepared(folder: Path) -> None:
+    files = {name: str(folder / f"{name}.jsonl") for name in ("train", "validation")}
+    prepare.run(prepare.Config(output=str(folder / "prepare"), **files))
+
+
+def decoded(folder: Path) -> None:
+    data = store.read(folder / "prepare", "prepare")
+
+    def make(some: list[tuple[str, str]]) -> list[Row]:
+        return [
+            {"id": name, "method": "beam", "seed": 0, "token_ids": [[len(source) + k] * 12 for k in range(4)],
+             "texts": [source[k : k + 60] for k in range(4)], "log_p": [-float(k) for k in range(4)], "times_drawn": [1] * 4}
+            for name, source in some
+        ]  # fmt: skip
+
+    sources = ((example.id, example.source) for example in data.stream_examples("train"))
+    candidates = 0
+    with make_output(folder, "decode", data).writing(resume=True) as output:
+        for rows in output.shards("candidates", sources, store.CANDIDATES, make, size=SHARD):
+            candidates += sum(len(row["log_p"]) for row in rows)
+        output.counts["candidates"] = candidates
+
+
+def scored(folder: Path) -> None:
+    data, decoding = store.read(folder / "prepare", "prepare"), store.read(folder / "decode", "decode")
+
+    def pairs() -> Iterator[tuple[str, tuple[Any, Row]]]:
+        rows = decoding.stream("candidates", store.CANDIDATES)
+        for example, row in zip(data.stream_examples("train"), rows, strict=True):
+            assert example.id == row["id"]
+            yield example.id, (example, row)
+
+    def make(some: list[tuple[str, tuple[Any, Row]]]) -> list[Row]:
+        return [{**row, "similarity": [float(len(text)) for text in row["texts"]]} for _, (_, row) in some]
+
+    agreeing = 0.0
+    with make_output(folder, "score", decoding).writing(resume=True) as output:
+        for rows in output.shards("scored", pairs(), store.SCORED, make, size=SHARD):
+            agreeing += sum(pair_agreement(row["log_p"], row["similarity"])[0] for row in rows)
+        output.counts["agreeing"] = agreeing
+
+
+def make_output(folder: Path, kind: str, source: store.Folder) -> store.Output:
+    return store.Output(kind, StageConfig(output=str(folder / kind)), {"source": source})
+
+
+def nothing(folder: Path) -> None:
+    pass
+
+
+def measure(work: Callable[[Path], None], folder: Path, told: Any) -> None:
+    started = time.perf_counter()
+    work(folder)
+    told.put((time.perf_counter() - started, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024))
+
+
+def main() -> None:
+    context, found = get_context("spawn"), []
+    for count in [int(number) for number in sys.argv[1:]] or [20_000, 200_000, 2_000_000]:
+        folder = Path(tempfile.mkdtemp(prefix="calibeam-load-"))
+        write(folder, count)
+        for work in (nothing, prepared, decoded, scored):
+            told = context.Queue()
+            process = context.Process(target=measure, args=(work, folder, told))
+            process.start()
+            seconds, peak = told.get()
+            process.join()
+            found.append((f"{count:,}", work.__name__, f"{seconds:.1f}", f"{count / seconds:,.0f}", f"{peak:,.0f}"))
+            print(*found[-1], flush=True)
+        shutil.rmtree(folder)
+    display.table("Around the model", ("rows", "stage", "seconds", "rows/s", "peak MiB"), found)
+
+
+if __name__ == "__main__":
+    main()

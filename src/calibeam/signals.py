@@ -1,0 +1,83 @@
+"""SIGTERM and SIGINT: a run that is told to stop saves what it has, says so by its exit code, and can go on.
+
+Everything on disk survives a kill at any point, so a signal may end a stage anywhere: it raises `Stopped` there. Only what would
+be a pity to lose, a training step and its checkpoint, is finished first (`postponed`). A second SIGINT waits for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+STOPPING = (signal.SIGTERM, signal.SIGINT)
+
+_asked: signal.Signals | None = None
+_postponed = 0
+
+
+class Stopped(BaseException):
+    """A signal asked for the end. No Exception: nothing but the command line has anything to do with it."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number.name)
+        self.exit_code = 128 + number
+
+
+@contextmanager
+def listening() -> Iterator[None]:
+    """Meanwhile, a signal that asks for the end raises Stopped."""
+    global _asked
+    before = [(number, signal.signal(number, _ask)) for number in STOPPING]
+    try:
+        yield
+    finally:
+        _asked = None
+        for number, handler in before:
+            signal.signal(number, handler)
+
+
+@contextmanager
+def postponed() -> Iterator[None]:
+    """Meanwhile, a signal is only remembered; it takes effect when the block ends well."""
+    global _postponed
+    _postponed += 1
+    try:
+        yield
+    finally:
+        _postponed -= 1
+    if _asked and not _postponed:
+        raise Stopped(_asked)
+
+
+def asked() -> bool:
+    """Whether a postponed signal waits."""
+    return _asked is not None
+
+
+def leave_to_parent() -> None:
+    """In a process that works for another: signals reach both, and the parent sees to it; without a parent it ends."""
+    from multiprocessing import parent_process
+
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
+    parent = parent_process()
+    assert parent is not None
+
+    def follow() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=follow, daemon=True).start()
+
+
+def _ask(number: int, _: FrameType | None) -> None:
+    global _asked
+    if _asked and number == signal.SIGINT:
+        os._exit(128 + number)  # at once, as a kill would
+    first, _asked = _asked is None, _asked or signal.Signals(number)
+    if first and not _postponed:
+        raise Stopped(_asked)
