@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from calibeam import display, signals, store
+from calibeam import display, signals, store, trackers
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError
 
@@ -47,8 +47,15 @@ class TrainingConfig(StageConfig):
     save_steps: int = option(
         500, "steps between checkpoints to go on from; one follows every validation too", at_least=1, identity=False
     )
+    report_to: tuple[str, ...] = option(
+        (), "also tell the figures of steps and validations to these", choices=lambda: trackers.NEEDS, identity=False
+    )
     cuda_graphs: bool = option(True, "on a GPU, record the work of each shape once and replay it", identity=False)
     device: str = option("auto", "auto, cpu or cuda", identity=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        trackers.check_installed(self.report_to)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,11 +142,15 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
     optimizer, schedule = make_optimizer(model, config, plan.steps)
     step, state = 0, _Progress()
 
+    def log(kind: str, figures: dict[str, float]) -> None:
+        output.append_log({"step": step, kind: figures})
+        told.log(step, kind, figures)
+
     def validate(shown: str) -> None:
         model.eval()
         figures = problem.validate()
         if figures:
-            output.append_log({"step": step, "validation": figures})
+            log("validation", figures)
             display.say(f"  step {step}: {shown}validation " + _show(figures))
         if state.judge(figures, step, plan):
             problem.save(output.folder / "model")
@@ -152,7 +163,7 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
     output.keep_log(lambda record: record["step"] < step or (record["step"] == step and "train" in record))
     update = TrainingStep(model, config, problem, optimizer)
     shown = ""
-    with display.Bar(output.kind, plan.steps) as bar:
+    with trackers.opened(config.report_to, output.path, config.identity()) as told, display.Bar(output.kind, plan.steps) as bar:
         bar.advance(step)
         while True:
             due = step % plan.every == 0 or step == plan.steps
@@ -171,7 +182,7 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
                 seconds = time.perf_counter() - start
                 figures["learning_rate"] = schedule.get_last_lr()[0]
                 schedule.step()
-                output.append_log({"step": step, "train": figures})
+                log("train", figures)
                 shown = f"{len(batch) / seconds:.4g} examples/s  "  # not in the log, which is the same for the same run
                 shown += _show({called: figures[name] for name, called in problem.shown.items()}) + "  "
                 bar.advance(figures=shown)
