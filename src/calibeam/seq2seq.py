@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM, AutoTokenizer, GenerationConfig
@@ -26,6 +27,8 @@ from transformers.modeling_outputs import BaseModelOutput
 
 from calibeam.engine.graphs import room
 from calibeam.records import CalibeamError
+
+Ids = Sequence[int] | np.ndarray
 
 log = logging.getLogger("calibeam")
 _mentioned: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -119,7 +122,7 @@ class Seq2Seq:
         ids, mask = pad_rows(rows, self.ids.pad)
         return ids.to(self.device), mask.to(self.device)
 
-    def roomy_batch(self, rows: Sequence[Sequence[int]], most: int, per_octave: int = 1) -> tuple[Tensor, Tensor]:
+    def roomy_batch(self, rows: Sequence[Ids], most: int, per_octave: int = 1) -> tuple[Tensor, Tensor]:
         """The same on the host, as long as fits many batches; `most` is the longest there may be."""
         longest = room(max(map(len, rows)), self.device, per_octave=per_octave, most=most)
         return pad_rows(rows, self.ids.pad, longest)
@@ -347,13 +350,13 @@ def batches_by_length(rows: Sequence[Sized], size: int) -> list[list[int]]:
     return [order[start : start + size] for start in range(0, len(order), size)]
 
 
-def pad_rows(rows: Sequence[Sequence[int]], value: int, longest: int | None = None) -> tuple[Tensor, Tensor]:
+def pad_rows(rows: Sequence[Ids], value: int, longest: int | None = None) -> tuple[Tensor, Tensor]:
     """Rows of any length as one tensor, and the mask of what is not padding."""
-    lengths = torch.tensor([len(row) for row in rows])
-    mask = torch.arange(longest or int(lengths.max())) < lengths[:, None]
-    padded = torch.full(mask.shape, value, dtype=torch.int64)
-    padded[mask] = torch.tensor(list(itertools.chain.from_iterable(rows)), dtype=torch.int64)
-    return padded, mask
+    lengths = np.array([len(row) for row in rows])
+    mask = np.arange(longest or lengths.max()) < lengths[:, None]
+    padded = np.full(mask.shape, value, dtype=np.int64)
+    padded[mask] = np.concatenate(rows)  # by numpy, which is quick with few numbers and takes its arrays as they are
+    return torch.from_numpy(padded), torch.from_numpy(mask)
 
 
 def _end_once(ids: list[int], eos: tuple[int, ...], max_length: int) -> list[int]:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from calibeam.checkpoint import Position
     from calibeam.engine.graphs import Batch
     from calibeam.engine.packing import Forced, Source
-    from calibeam.seq2seq import Seq2Seq
+    from calibeam.seq2seq import Ids, Seq2Seq
 
 OPTIMIZERS = {"adamw": "AdamW", "adafactor": "Adafactor"}
 SCHEDULES = ("constant_with_warmup", "linear", "cosine", "inverse_sqrt")
@@ -255,9 +255,7 @@ def autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, torch.bfloat16) if fast_dtype(device) is torch.bfloat16 else nullcontext()
 
 
-def batch_of_pairs(
-    model: Seq2Seq, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]], config: TrainingConfig
-) -> dict[str, Any]:
+def batch_of_pairs(model: Seq2Seq, sources: Sequence[Ids], targets: Sequence[Ids], config: TrainingConfig) -> dict[str, Any]:
     """Sources and a target of each, on the host."""
     from calibeam.engine.packing import plan
 

@@ -82,11 +82,11 @@ def run(config: Config, *, force: bool = False) -> Path:
     held_out = first_examples(validation, config, task, config.validation_examples)
 
     def batch(some: Sequence[Example], generator: Generator) -> Batch:
-        found = batch_of_pairs(model, [e.source.tolist() for e in some], [e.target.tolist() for e in some], config)
+        found = batch_of_pairs(model, [e.source for e in some], [e.target for e in some], config)
         if config.mlm_ratio:
             most = math.ceil(config.mlm_ratio * found["input_ids"].shape[1])
-            found["places"], found["told_mask"] = seq2seq.pad_rows([e.places.tolist() for e in some], 0, most)
-            found["told"], _ = seq2seq.pad_rows([e.told.tolist() for e in some], 0, most)
+            found["places"], found["told_mask"] = seq2seq.pad_rows([e.places for e in some], 0, most)
+            found["told"], _ = seq2seq.pad_rows([e.told for e in some], 0, most)
         return found
 
     def loss(batch: Batch) -> dict[str, Tensor]:
