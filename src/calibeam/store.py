@@ -121,7 +121,7 @@ class Folder:
 def _rows(
     file: Path, schema: pa.Schema, columns: Sequence[str] | None = None, where: tuple[str, str] | None = None
 ) -> Iterator[dict[str, Any]]:
-    with pq.ParquetFile(file) as parquet:
+    with file.open("rb") as opened, pq.ParquetFile(opened) as parquet:
         if not parquet.schema_arrow.equals(schema):
             raise CalibeamError(
                 f"{file} has columns {parquet.schema_arrow.names}, not {schema.names}: another version of calibeam wrote it. "

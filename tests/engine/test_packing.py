@@ -197,6 +197,67 @@ def test_regularizers_and_every_gradient(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shared", [True, False], ids=["tree", "plain"])
+def test_a_target_beside_its_candidates(family: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first sequence is regularised, by a reference that saw it alone and shorter; the others are asked for log P."""
+    monkeypatch.setattr(packing, "CHUNK", 7)
+    model, reference = (wide_model(family, torch.float64, seed) for seed in (0, 5))
+    (ids, mask), (tokens, kept) = sources(), sequences(shared)
+    kept[:, 0, LENGTH - 2 :] = False
+    target, target_kept = tokens[:, :1, : LENGTH - 2], kept[:, :1, : LENGTH - 2]
+
+    def ours() -> Tensor:
+        with torch.no_grad():
+            theirs = force(reference, ids, mask, target, target_kept)
+        planned = packing.plan(tokens, kept, model.config.hidden_size, torch.device("cpu"), first=1)
+        assert (planned.nodes is not None) == shared
+        every = Forced(Source(model, ids, mask), plant(model, tokens, kept, planned))
+        return every.log_p().square().sum() + every.regularization(REGULARIZERS["kl"], theirs).sum()
+
+    def plainly() -> Tensor:
+        with torch.no_grad():
+            theirs = plain(reference, ids, mask, target)[0][:, 0]
+        logits = plain(model, ids, mask, tokens)[0]
+        log_p = likelihood.sequence_log_p(likelihood.token_log_p(logits[:, 1:], tokens[:, 1:]), kept[:, 1:])
+        divergence = REGULARIZERS["kl"](logits[:, 0, : LENGTH - 2], theirs, target[:, 0], target_kept[:, 0])
+        return log_p.square().sum() + divergence.sum()
+
+    assert_equal(model, ours, plainly, 1e-9)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_label_smoothing_without_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "CHUNK", 7)
+    model, (ids, mask), (tokens, kept) = wide_model(family, torch.float64), sources(), sequences(False, count=1)
+
+    def plainly() -> Tensor:
+        return likelihood.smoothed_cross_entropy(plain(model, ids, mask, tokens)[0], tokens, kept, 0.1).sum()
+
+    assert_equal(model, lambda: force(model, ids, mask, tokens, kept).cross_entropy(0.1).sum(), plainly, 1e-9)
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "pegasus"])
+def test_dropout_does_what_hugging_faces_does(family: str) -> None:
+    """Mean and spread of the loss over a thousand draws, within four standard errors."""
+    config = tiny_model(family, vocabulary=VOCABULARY).config
+    for name in ("dropout", "attention_dropout", "activation_dropout", "dropout_rate"):
+        if hasattr(config, name):
+            setattr(config, name, 0.3)
+    torch.manual_seed(0)
+    model, draws = type(tiny_model(family, vocabulary=VOCABULARY))(config).train(), 1000
+    (ids, mask), (tokens, kept) = ([each[:1].repeat(draws, *[1] * (each.dim() - 1)) for each in some]
+                                   for some in (sources(), sequences(False, count=1)))  # fmt: skip
+    with torch.no_grad():
+        logits = seq2seq.force(model, seq2seq.encode(model, ids, mask), mask, tokens)
+        theirs = -likelihood.sequence_log_p(likelihood.token_log_p(logits, tokens), kept)
+        ours = force(model, ids, mask, tokens, kept).cross_entropy()
+    error = float((ours.var() + theirs.var()).sqrt()) / draws**0.5
+    assert float(ours.std()) > 0
+    assert float(ours.mean()) == pytest.approx(float(theirs.mean()), abs=4 * error)
+    assert float(ours.std()) == pytest.approx(float(theirs.std()), rel=0.15)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shared", [True, False], ids=["tree", "plain"])
 def test_states_and_similarity(family: str, shared: bool) -> None:
     model, (ids, mask) = wide_model(family, torch.float64), sources()
     (tokens, kept), (target, target_kept) = sequences(shared), sequences(False, seed=1, count=1)

@@ -35,10 +35,10 @@ max_position_embeddings = 32
 [finetune]
 learning_rate = 1e-2
 batch_size = 16
-max_steps = 40
+max_steps = 60
 max_source_length = 24
 max_target_length = 8
-eval_steps = 40
+eval_steps = 60
 [decode]
 num_candidates = 3
 max_new_tokens = 8
