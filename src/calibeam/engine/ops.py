@@ -179,14 +179,14 @@ class _AddNorm(torch.autograd.Function):
         from calibeam.engine import kernels
 
         (total, moments), (of_total, of_norm, _) = ctx.saved_tensors, gradients
-        flat = of_total if of_total is None else of_total.reshape(total.shape)
+        flat = of_total if of_total is None else of_total.reshape(total.shape).contiguous()
         sums: Sequence[Tensor | None] = (None, None, None)
         if of_norm is None:
             of_states = flat
             sums = (None if flat is None else flat.sum(0), None, None)
         else:
             of_states, every = kernels.add_norm_gradient(
-                total, moments, ctx.norm, flat, of_norm.reshape(total.shape), ctx.dtypes[2]
+                total, moments, ctx.norm, flat, of_norm.reshape(total.shape).contiguous(), ctx.dtypes[2]
             )
             sums = every.view(3, -1).unbind()
         of_states = None if of_states is None else of_states.view(ctx.shape)
@@ -303,7 +303,7 @@ class _Linears(torch.autograd.Function):
         from calibeam.engine import kernels
 
         rows, weights = _kept(ctx, len(gradients))
-        flat = [gradient.flatten(0, -2) for gradient in gradients]
+        flat = [gradient.flatten(0, -2).contiguous() for gradient in gradients]
         of_states = flat[0] @ weights[0]
         for gradient, weight in zip(flat[1:], weights[1:], strict=True):
             of_states.addmm_(gradient, weight)
@@ -340,7 +340,8 @@ class _Rectified(torch.autograd.Function):
         from calibeam.engine import kernels
 
         rows, (weight, found) = _kept(ctx, 2)
-        gradient, sums = kernels.rectified_gradient(gradients[0].reshape(found.shape), found, ctx.bias_dtype or weight.dtype)
+        gradient = gradients[0].reshape(found.shape).contiguous()
+        gradient, sums = kernels.rectified_gradient(gradient, found, ctx.bias_dtype or weight.dtype)
         of_states = (gradient @ weight).view(*gradients[0].shape[:-1], -1).to(ctx.dtype)
         if not ctx.needs_input_grad[1]:
             return of_states, None, None
