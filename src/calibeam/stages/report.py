@@ -123,13 +123,13 @@ def compare(before: store.Folder, after: store.Folder) -> dict[str, Any]:
 def show(comparison: dict[str, Any]) -> None:
     display.table(
         f"Before → after on {comparison['examples']:,} held-out examples ({comparison['split']})",
-        ("decoder", "R_m", "change", "95%", "p", "rep%", "agreement %"),
+        ("decoder", "R_m", "change", "95%", "p", "rep%", "agree%"),
         [
             (
                 row["setting"],
                 from_to(row, "r_m", ".2f"),
                 f"{100 * row['difference']:+.2f}",
-                f"{100 * row['low']:+.1f} … {100 * row['high']:+.1f}",
+                f"{100 * row['low']:+.1f}…{100 * row['high']:+.1f}",
                 f"{row['p']:.3f}",
                 from_to(row, "repetition_rate", ".1f"),
                 from_to(row, "similarity_agreement", ".1f"),
@@ -153,7 +153,7 @@ def show(comparison: dict[str, Any]) -> None:
     if others:
         display.table("", ("decoder", "figure", "before → after", "change (95%)", "p", "verdict"), others)
     display.say(
-        "R_m: cube root of ROUGE-1 x 2 x Lsum. rep%: outputs that repeat words. agreement: share of pairs of "
+        "R_m: cube root of ROUGE-1 x 2 x Lsum. rep%: outputs that repeat words. agree%: share of pairs of "
         "candidates that likelihood orders as similarity to the reference does; 50 is chance.",
         style="dim",
     )
@@ -161,7 +161,7 @@ def show(comparison: dict[str, Any]) -> None:
 
 def from_to(row: dict[str, Any], figure: str, form: str) -> str:
     before, after = row["before"][figure], row["after"][figure]
-    return "" if before is None or after is None else f"{100 * before:{form}} → {100 * after:{form}}"
+    return "" if before is None or after is None else f"{100 * before:{form}}→{100 * after:{form}}"
 
 
 # What is found
