@@ -8,7 +8,7 @@ from calibeam.studies import table
 HOSTILE = ["=1+1", "+1", "-1", "@SUM(A1)", "\t=1", " =1", '=HYPERLINK("x")']
 
 
-def test_no_text_is_a_formula_in_a_spreadsheet() -> None:
+def test_fault_54_no_text_is_a_formula_in_a_spreadsheet() -> None:
     printed = table.as_csv([{"task": text, "value": -1.5} for text in HOSTILE])
     rows = [*csv.DictReader(io.StringIO(printed))]
     assert [row["task"] for row in rows] == ["'" + text for text in HOSTILE]
