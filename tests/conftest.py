@@ -70,6 +70,22 @@ STRANGERS: dict[str, Callable[[int], Any]] = {
 TEXT = "the red fox and a blue bird ran over one old green hill to see two small dogs sleep under some tall trees"
 WORDS = TEXT.split()
 
+TINY_RECIPE = """
+output = "out"
+[prepare]
+train = "train.jsonl"
+validation = "validation.jsonl"
+[create]
+vocab_size = 280
+d_model = 16
+encoder_layers = 1
+decoder_layers = 1
+num_heads = 2
+ffn_dim = 32
+max_position_embeddings = 32
+"""
+"""The beginning of a recipe that makes a model so small that it learns in a second."""
+
 
 def sentence(seed: int, words: int) -> str:
     generator = torch.Generator().manual_seed(seed)

@@ -24,23 +24,10 @@ from calibeam import pipeline, recipe, seq2seq, store
 from calibeam.cli import app
 from calibeam.records import CalibeamError
 from calibeam.stages import evaluate
-from conftest import sentence
+from conftest import TINY_RECIPE, sentence
 
 Make = Callable[..., Path]
-RECIPE = """
-output = "out"
-[prepare]
-train = "train.jsonl"
-validation = "validation.jsonl"
-[create]
-vocab_size = 280
-d_model = 16
-encoder_layers = 1
-decoder_layers = 1
-num_heads = 2
-ffn_dim = 32
-max_position_embeddings = 32
-[finetune]
+RECIPE = f"""{TINY_RECIPE}[finetune]
 learning_rate = 1e-2
 batch_size = 8
 max_steps = 3

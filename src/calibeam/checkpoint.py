@@ -21,6 +21,7 @@ from torch import Tensor
 
 from calibeam import display
 from calibeam.records import CalibeamError
+from calibeam.seq2seq import not_finite
 from calibeam.store import sync
 
 PATTERN = "checkpoint-*.safetensors"
@@ -37,7 +38,7 @@ def save(folder: Path, facts: dict[str, Any], model: Any, optimizer: Any, schedu
     """Weights, optimizer, schedule, random numbers, the position in the data, and facts of the loop's own: the step, for one."""
     state = optimizer.state_dict()
     tensors = {f"model.{name}": weight for name, weight in model.named_parameters()}
-    if broken := [name for name, weight in tensors.items() if not torch.isfinite(weight).all()]:
+    if broken := not_finite(tensors.items()):
         raise CalibeamError(
             f"weights are not finite after step {facts['step']}: {', '.join(broken[:3])}. They were not saved; "
             "a lower learning rate may help"
@@ -108,11 +109,11 @@ def remove(folder: Path) -> None:
 
 def _restore(file: Path, told: dict[str, Any], tensors: dict[str, Tensor], model: Any, optimizer: Any, schedule: Any) -> None:
     """Where anything is missing, an error: a run that goes on with a fresh optimizer is another run."""
-    weights, parts = _under(tensors, "model."), {name.partition(".")[0] for name in tensors}
+    weights, moments = _under(tensors, "model."), _under(tensors, "optimizer.")
     missing = [f"the weight {name}" for name, _ in model.named_parameters() if name not in weights]
-    missing += [f"{what}" for what in ("loop", "data", "groups", "schedule") if what not in told]
-    missing += [what for what in ("optimizer",) if what not in parts]
-    missing += [name for name in ("random.cpu", *(["random.cuda"] if model.device.type == "cuda" else ())) if name not in tensors]
+    missing += [what for what in ("loop", "data", "groups", "schedule") if what not in told]
+    missing += [] if moments else ["optimizer"]
+    missing += [f"random.{device}" for device in dict.fromkeys(("cpu", model.device.type)) if f"random.{device}" not in tensors]
     if missing:
         raise CalibeamError(f"{file} lacks what is needed to go on: {', '.join(missing[:5])}")
     if told["device"] != model.device.type:
@@ -123,7 +124,7 @@ def _restore(file: Path, told: dict[str, Any], tensors: dict[str, Tensor], model
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
     state: dict[int, dict[str, Tensor]] = {}
-    for name, value in _under(tensors, "optimizer.").items():
+    for name, value in moments.items():
         index, _, key = name.partition(".")
         state.setdefault(int(index), {})[key] = value
     optimizer.load_state_dict({"state": state, "param_groups": told["groups"]})

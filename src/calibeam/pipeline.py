@@ -19,7 +19,6 @@ from calibeam.records import CalibeamError
 
 TOP = {"output": str, "model": str, "preset": str}
 STUDY = "study"
-ASKED_FOR = frozenset({"tokenizer", "create", "pretrain", "finetune"})
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ recipe, which win. What differs from the systems they are named after is said in
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
-from calibeam import recipe
+from calibeam import recipe, stages
 from calibeam.records import CalibeamError
 
 Tables = dict[str, Any]
@@ -38,7 +39,6 @@ PRESETS: dict[str, dict[str, Tables]] = {
         "calibrate": {"loss": "reward", "regularizer": "cross_entropy", "reg_weight": 1.0},
     },
 }  # fmt: skip
-ONLY_IF_ASKED_FOR = frozenset({"finetune"})
 
 
 def lay_under(tables: Tables) -> Tables:
@@ -48,8 +48,14 @@ def lay_under(tables: Tables) -> Tables:
         return tables
     if name not in PRESETS:
         raise CalibeamError(f"unknown preset {name}{recipe.nearest(name, PRESETS)}")
-    found = {key: value for key, value in tables.items() if key != "preset"}
-    for stage, settings in PRESETS[name].items():
-        if stage in tables or stage not in ONLY_IF_ASKED_FOR:
-            found[stage] = {**settings, **tables.get(stage, {})}
-    return found
+    return under({key: value for key, value in tables.items() if key != "preset"}, PRESETS[name])
+
+
+def under(tables: Tables, settings: Mapping[str, Any]) -> Tables:
+    """The tables with these settings where they have none of their own."""
+    return {**tables, **{stage: {**values, **tables.get(stage, {})} for stage, values in asked_for(tables, settings).items()}}
+
+
+def asked_for(tables: Mapping[str, Any], settings: Mapping[str, Any]) -> Tables:
+    """Of the settings, those of stages that run: what the tables do not ask for stays so."""
+    return {stage: values for stage, values in settings.items() if stage in tables or stage not in stages.ASKED_FOR}

@@ -405,10 +405,13 @@ def _check_shards(folder: Path) -> None:
             raise CalibeamError(f"{index} names a file outside its folder: {outside[0]}")
 
 
+def not_finite(weights: Iterable[tuple[str, Tensor]]) -> list[str]:
+    """The names of those that are not."""
+    return [name for name, weight in weights if weight.is_floating_point() and not torch.isfinite(weight).all()]
+
+
 def _check_weights(model: Any, folder: Path) -> None:
-    every = itertools.chain(model.named_parameters(), model.named_buffers())
-    broken = [name for name, weight in every if weight.is_floating_point() and not torch.isfinite(weight).all()]
-    if broken:
+    if broken := not_finite(itertools.chain(model.named_parameters(), model.named_buffers())):
         raise CalibeamError(f"weights of {folder} are not finite: {', '.join(broken[:3])} ({len(broken)} tensors)")
 
 

@@ -88,6 +88,9 @@ class Plan(NamedTuple):
     max_drift: float = 0.0
     """Stop when a token of a target is so many times less likely than at the start; 0 for never."""
 
+    def validates(self, step: int) -> bool:
+        return step % self.every == 0 or step == self.steps
+
 
 class Item(NamedTuple):
     """One example, as the loop sees it."""
@@ -166,8 +169,7 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
     with trackers.opened(config.report_to, output.path, config.identity()) as told, display.Bar(output.kind, plan.steps) as bar:
         bar.advance(step)
         while True:
-            due = step % plan.every == 0 or step == plan.steps
-            if due:
+            if plan.validates(step):
                 validate(shown)
             if stop := state.stop(plan):
                 output.notes.append(f"stopped at step {step}: {stop}")
@@ -187,7 +189,7 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
                 shown += _show({called: figures[name] for name, called in problem.shown.items()}) + "  "
                 bar.advance(figures=shown)
                 state.drift = problem.drift(figures) if problem.drift else 1.0
-                if step % plan.every == 0 or step == plan.steps or step % config.save_steps == 0 or signals.asked():
+                if plan.validates(step) or step % config.save_steps == 0 or signals.asked():
                     facts = {"step": step, "progress": dataclasses.asdict(state)}
                     checkpoint.save(output.folder, facts, model, optimizer, schedule, problem.batches.position())
     model.eval()

@@ -17,22 +17,9 @@ from typer.testing import CliRunner
 from calibeam import recipe, store, studies
 from calibeam.cli import app
 from calibeam.records import CalibeamError
-from conftest import sentence
+from conftest import TINY_RECIPE, sentence
 
-RECIPE = """
-output = "out"
-[prepare]
-train = "train.jsonl"
-validation = "validation.jsonl"
-[create]
-vocab_size = 280
-d_model = 16
-encoder_layers = 1
-decoder_layers = 1
-num_heads = 2
-ffn_dim = 32
-max_position_embeddings = 32
-[finetune]
+RECIPE = f"""{TINY_RECIPE}[finetune]
 learning_rate = 1e-2
 batch_size = 16
 max_steps = 60

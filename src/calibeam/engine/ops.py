@@ -138,8 +138,8 @@ def add_norm(
 ) -> tuple[Tensor, Tensor]:
     """states + delta + delta_bias, and that normalised. [..., size] each
 
-    narrow: the latter goes into products only, and may have their type. It is not kept for their gradients: it is made again
-    from the sum, which is kept for the norm's.
+    The latter is not kept for the gradients of products with it: it is made again from the sum, which is kept for the norm's.
+    narrow: it goes into products only, and may have their type.
     """
     dtype = dtype_of_products(states) if narrow else states.dtype
     if by_kernel(states) and delta is not None:

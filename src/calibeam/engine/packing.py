@@ -362,7 +362,8 @@ class Forced:
         return (self._logits if self._head is None else self.states())[:, 0, :length]
 
     def _first_logits(self, states: Tensor) -> Tensor:
-        return states if self._head is None else self._head.logits(states)
+        anatomy = self._source.anatomy
+        return states if anatomy is None else anatomy.logits(states)
 
     @cached_property
     def _logits(self) -> Tensor:
@@ -381,9 +382,6 @@ class Head:
     def __init__(self, anatomy: families.Anatomy) -> None:
         self._anatomy = anatomy
         self._aligned: tuple[Tensor, Tensor | None] | None = None
-
-    def logits(self, states: Tensor) -> Tensor:
-        return self._anatomy.logits(states)
 
     def cross_entropy(self, states: Tensor, token_ids: Tensor, smoothing: float) -> Tensor:
         """-log P of each token, given the state that predicts it, or what label smoothing makes of it. As `token_ids`"""
@@ -425,7 +423,7 @@ class Head:
         with torch.autocast(states.device.type, enabled=False):
             return F.linear(states.to(self._aligned[0].dtype), *self._aligned)
 
-    def true_logits(self, states: Tensor) -> Tensor:
+    def logits(self, states: Tensor) -> Tensor:
         """The same, without these."""
         return self.padded_logits(states)[:, : len(self._anatomy.head_weight)]
 
@@ -461,7 +459,7 @@ class LogSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, head: Head, weight: Tensor, bias: Tensor | None) -> Tensor:
         ctx.head = head
-        log_sum = torch.cat([ops.log_sum_exp(head.true_logits(part)) for part in states.split(CHUNK)])
+        log_sum = torch.cat([ops.log_sum_exp(head.logits(part)) for part in states.split(CHUNK)])
         ctx.save_for_backward(states, log_sum)
         return log_sum
 
@@ -483,7 +481,7 @@ class Divergence(torch.autograd.Function):
     ) -> Tensor:
         ctx.head, ctx.reference_head = head, reference_head
         parts = zip(states.split(CHUNK), reference.split(CHUNK), strict=True)
-        found = [ops.divergence(head.true_logits(ours), reference_head.true_logits(theirs)) for ours, theirs in parts]
+        found = [ops.divergence(head.logits(ours), reference_head.logits(theirs)) for ours, theirs in parts]
         divergence, log_sum, shift = (torch.cat(each) for each in zip(*found, strict=True))
         ctx.save_for_backward(states, reference, log_sum, shift)
         return divergence

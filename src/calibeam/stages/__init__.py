@@ -19,6 +19,9 @@ STAGES: dict[str, str] = {
     "export": "write an ordinary checkpoint with a model card",
 }
 
+ASKED_FOR = frozenset({"tokenizer", "create", "pretrain", "finetune"})
+"""Those that run only where a recipe has a table for them."""
+
 
 def load(name: str) -> Any:
     return import_module(f"calibeam.stages.{name}")

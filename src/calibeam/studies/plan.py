@@ -162,8 +162,7 @@ class Subject:
 
     def _run(self, patch: Tables) -> dict[str, Step]:
         """The steps of the patched recipe. A stage that the recipe does not ask for stays so."""
-        patch = {stage: values for stage, values in patch.items() if stage in self.tables or stage not in pipeline.ASKED_FOR}
-        tables = settled(overlay(self.tables, patch))
+        tables = settled(overlay(self.tables, presets.asked_for(self.tables, patch)))
         run = located(pipeline.plan(tables), tables["output"])
         return {model: run[str(Path(tables["output"]) / model)] for model in (FINE_TUNED, CALIBRATED)}
 
@@ -197,7 +196,7 @@ def _for_task(tables: Tables, name: str, patch: Any) -> dict[str, Any]:
         raise CalibeamError(f"study.tasks.{name} is no task known by name, and has no prepare.train: see `calibeam tasks`")
     if "path" in prepare:
         found["prepare"] = {**prepare, "path": str(prepare["path"]).replace("{task}", name)}
-    return under(found, lengths(prepare["task"])) if prepare.get("task") in TASKS else found
+    return presets.under(found, lengths(prepare["task"])) if prepare.get("task") in TASKS else found
 
 
 def lengths(task: str) -> dict[str, dict[str, int]]:
@@ -211,12 +210,6 @@ def lengths(task: str) -> dict[str, dict[str, int]]:
         "calibrate": both,
         "evaluate": {**both, "max_new_tokens": target},
     }
-
-
-def under(tables: dict[str, Any], settings: Tables) -> dict[str, Any]:
-    """The tables with these settings where they have none of their own; what is not asked for stays so."""
-    wanted = {stage: values for stage, values in settings.items() if stage in tables or stage not in pipeline.ASKED_FOR}
-    return {**tables, **{stage: {**values, **tables.get(stage, {})} for stage, values in wanted.items()}}
 
 
 def overlay(tables: Tables, *patches: Tables) -> dict[str, Any]:
