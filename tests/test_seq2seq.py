@@ -52,6 +52,16 @@ def test_a_saved_model_loads_with_equal_logits_here_and_in_transformers(
     assert torch.equal(logits(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()), logits(model))
 
 
+def test_a_saved_config_tells_a_head_of_its_own(tokenizer: Any, tmp_path: Path) -> None:
+    model = tiny_model("t5", vocabulary=len(tokenizer))
+    model.config.scale_decoder_outputs = False
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 1)
+    save(Seq2Seq(model, tokenizer), tmp_path / "model")
+    assert json.loads((tmp_path / "model" / "config.json").read_text())["tie_word_embeddings"] is False
+    assert torch.equal(logits(load(tmp_path / "model", device="cpu").model), logits(model))
+    assert torch.equal(logits(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()), logits(model))
+
+
 def test_fault_23_a_model_loads_in_float32_unless_told_otherwise(model_folder: Callable[..., Path]) -> None:
     folder = model_folder()
     assert load(folder, device="cpu").model.dtype == torch.float32

@@ -213,7 +213,16 @@ def save(seq2seq: Seq2Seq, folder: Path) -> None:
         model.save_pretrained(folder)
     finally:
         model.generation_config = old
+    _say_whether_tied(model, folder / "config.json")
     seq2seq.tokenizer.save_pretrained(folder)
+
+
+def _say_whether_tied(model: Any, config: Path) -> None:
+    """transformers 5 writes of every T5 that its head is its embedding, and other readers take it at its word."""
+    head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    if head is not None and head.weight is not embedding.weight:
+        told = json.loads(config.read_text(encoding="utf-8"))
+        config.write_text(json.dumps({**told, "tie_word_embeddings": False}, indent=2) + "\n", encoding="utf-8")
 
 
 def best_device(device: str = "auto") -> torch.device:

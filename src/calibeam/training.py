@@ -67,7 +67,7 @@ class ExamplesConfig(TrainingConfig):
     max_steps: int = option(0, "stop after so many steps; 0 for all epochs", at_least=0)
     eval_steps: int = option(0, "steps between validations; 0 for one per epoch", at_least=0)
     patience: int = option(0, "stop after so many validations without improvement; 0 for never", at_least=0)
-    select_examples: int = option(500, "validation examples to select by; 0 for all", at_least=0)
+    select_examples: int = option(500, "validation examples to select by, chosen by a hash of their id; 0 for all", at_least=0)
     select_num_beams: int = option(5, "beams when selecting by ROUGE", at_least=1)
 
     def plan(self, examples: int, select: str) -> Plan:

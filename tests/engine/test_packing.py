@@ -236,6 +236,25 @@ def test_label_smoothing_without_logits(family: str, monkeypatch: pytest.MonkeyP
     assert_equal(model, lambda: force(model, ids, mask, tokens, kept).cross_entropy(0.1).sum(), plainly, 1e-9)
 
 
+def test_a_bias_by_distance_has_the_gradient_of_a_plain_index() -> None:
+    generator = torch.Generator().manual_seed(0)
+    depth = torch.randint(5, (3, 12), generator=generator)
+    bias = torch.randn(2, 6, dtype=torch.float64, generator=generator, requires_grad=True)
+    distance = depth[:, :, None] - depth[:, None]
+    weight = torch.randn(3, 2, 12, 12, dtype=torch.float64, generator=generator) * (distance >= 0)[:, None]
+    plain = bias[:, distance.clamp(min=0)].transpose(0, 1)
+    found = packing.ByDistance.apply(bias, depth)
+    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+    expected, gradient = (torch.autograd.grad((each * weight).sum(), bias)[0] for each in (plain, found))
+    assert expected.abs().min(1).values.tolist() == [0, 0]  # nothing is so far apart as the last distance
+    torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_single_sequence_is_no_tree_however_much_room_it_has() -> None:
+    ids = torch.randint(2, VOCABULARY, (SOURCES, 1, 40))
+    assert packing.plan(ids, torch.arange(40).expand_as(ids) < 8, 16, torch.device("cpu")).nodes is None
+
+
 @pytest.mark.parametrize("family", ["t5", "bart", "pegasus"])
 def test_dropout_does_what_hugging_faces_does(family: str) -> None:
     """Mean and spread of the loss over a thousand draws, within four standard errors."""

@@ -53,7 +53,7 @@ def plan(token_ids: Tensor, mask: Tensor, size: int, device: torch.device, *, fi
     count = _distinct_prefixes(token_ids.numpy(), mask.numpy())
     sizes = 8 if size >= LARGE else 2  # the larger the model, the more a place costs beside one more shape to record
     nodes = -room(int(count.max()), device, per_octave=sizes) // 8 * -8  # attention's kernels want multiples of 8
-    if nodes * (6 * size + nodes) < sequences * length * (6 * size + length):
+    if sequences > 1 and nodes * (6 * size + nodes) < sequences * length * (6 * size + length):
         asked = _distinct_prefixes(token_ids.numpy()[:, first:], mask.numpy()[:, first:]) if first else count
         return Plan(nodes, min(room(int(asked.sum()), device, per_octave=sizes), batch * nodes), first)
     return Plan(None, min(room(int(mask[:, first:].sum()), device, per_octave=sizes), mask.numel()), first)
@@ -285,9 +285,32 @@ def _heads(states: Tensor, heads: int) -> Tensor:
 
 def _biased(bias: Tensor, depth: Tensor, reach: Tensor | None) -> Tensor:
     """What scores gain by the distance of keys [batch, heads, nodes, nodes], -inf for what is out of reach."""
-    distance = depth[:, :, None] - depth[:, None]
-    seen = (distance >= 0)[:, None] if reach is None else reach
-    return bias[:, distance.clamp(min=0)].transpose(0, 1).masked_fill(~seen, float("-inf"))
+    seen = (depth[:, :, None] >= depth[:, None])[:, None] if reach is None else reach
+    return ByDistance.apply(bias, depth).masked_fill(~seen, float("-inf"))  # type: ignore[no-untyped-call]
+
+
+class ByDistance(torch.autograd.Function):
+    """bias [heads, distances] at every two nodes, whose depths are [batch, nodes].
+
+    Millions of pairs share a few distances, over which a plain index adds up gradients one after another. Products with what
+    says which nodes are how deep add up most of them. Nodes that come before their key have no part in it: they must be masked.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, bias: Tensor, depth: Tensor) -> Tensor:
+        ctx.save_for_backward(depth)
+        ctx.distances = bias.shape[1]
+        return bias[:, (depth[:, :, None] - depth[:, None]).clamp(min=0)].transpose(0, 1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (depth,) = ctx.saved_tensors
+        every = torch.arange(ctx.distances, device=depth.device)
+        is_at = (depth[..., None] == every).to(gradient.dtype)[:, None]
+        by_depths = (is_at.mT @ (gradient @ is_at)).sum(0)  # [heads, of the query, of the key]
+        query = every[:, None] + every  # [distance, key]
+        at_distance = by_depths.gather(1, query.clamp(max=len(every) - 1).expand_as(by_depths))
+        return at_distance.masked_fill(query >= len(every), 0.0).sum(-1), None
 
 
 class Forced:

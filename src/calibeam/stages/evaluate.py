@@ -23,7 +23,7 @@ from calibeam.paper.decoding import DECODERS
 from calibeam.paper.likelihood import perplexity
 from calibeam.paper.rouge import NEWLINE_MARK, ROUGE_KINDS, rouge
 from calibeam.recipe import option, plain
-from calibeam.records import CalibeamError, Example, Outputs
+from calibeam.records import CalibeamError, Example, Outputs, some_of
 from calibeam.stages.decode import check_output_length, check_search
 from calibeam.stages.score import BERTSCORE, SimilarityConfig
 from calibeam.tasks import TASKS
@@ -67,7 +67,7 @@ class Config(SimilarityConfig):
     min_new_tokens: int = option(0, "the shortest output", at_least=0)
     max_source_length: int = option(512, "source tokens; longer sources are cut", at_least=1)
     max_target_length: int = option(128, "target tokens; longer targets are cut", at_least=1)
-    max_examples: int = option(0, "evaluate at most so many; 0 for all", at_least=0)
+    max_examples: int = option(0, "evaluate at most so many, chosen by a hash of their id; 0 for all", at_least=0)
     metrics: tuple[str | Callable[..., Any], ...] = option(
         (),
         "what to measure besides rouge and repetition; not given: the task's own",
@@ -111,7 +111,7 @@ def run(config: Config, *, force: bool = False) -> Path:
     if output.done:
         return output.path
     task = data.manifest["settings"].get("task", "")
-    examples = data.examples(config.split)[: config.max_examples or None]
+    examples = some_of(data.examples(config.split), config.max_examples)
     evaluated = load_for_inference(model.path, config.device)
     judge = load_for_inference(reference.path, config.device) if config.reference else evaluated
     check_lengths(evaluated, config.max_source_length, max(config.max_new_tokens, config.max_target_length))
@@ -172,7 +172,7 @@ class Validation:
 
     def __init__(self, model: Seq2Seq, examples: Sequence[Example], config: ExamplesConfig) -> None:
         self._model, self._config = model, config
-        self._examples = examples[: config.select_examples or None]
+        self._examples = some_of(examples, config.select_examples)
         self._sources, _ = model.encode_sources([example.source for example in self._examples], config.max_source_length)
 
     def measure(self, *wanted: str) -> dict[str, float]:

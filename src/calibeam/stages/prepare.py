@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from calibeam import display, rows, store
 from calibeam.paper.metrics import Properties, properties
 from calibeam.recipe import StageConfig, option
-from calibeam.records import CalibeamError, Example
+from calibeam.records import CalibeamError, Example, hash_of
 from calibeam.rows import LONGEST_FIELD, Complaint
 from calibeam.tasks import TASKS
 from calibeam.tasks.task import SPLITS, UNSPLIT, Task, split_by_hash
@@ -84,7 +84,7 @@ class Split:
 
     def take(self, example: Example, number: int, names: Names) -> str:
         """Keep the example of a row, or say why not."""
-        key = _hash(example.id)
+        key = hash_of(example.id)
         if key in self._numbers:
             return f"field {names.id!r} repeats the id {example.id!r} of row {self._numbers[key]}"
         self._numbers[key] = number
@@ -140,7 +140,7 @@ def run(config: Config, *, force: bool = False) -> Path:
             _show(task, read, output)
         oddities = Oddities()
         for name, (split, wanted) in chosen.items():
-            rows = oddities.watch(name, (e for e in split.examples() if wanted is None or _hash(e.id) in wanted))
+            rows = oddities.watch(name, (e for e in split.examples() if wanted is None or hash_of(e.id) in wanted))
             output.write_rows(name, ({"id": e.id, "source": e.source, "targets": e.targets} for e in rows), store.EXAMPLES)
         for split in read.values():
             split.drop()
@@ -315,11 +315,6 @@ def _show(task: Task, read: Mapping[str, Split], output: store.Output) -> None:
     )
 
 
-def _hash(text: str) -> int:
-    """64 bits of it: of two million rows, two have the same by chance once in ten million datasets."""
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8])
-
-
 class Oddities:
     """What is no error, and worth knowing, counted as the rows go by: those of the training split first."""
 
@@ -331,7 +326,7 @@ class Oddities:
     def watch(self, split: str, examples: Iterable[Example]) -> Iterator[Example]:
         for example in examples:
             self.rows[split] += 1
-            source = _hash(example.source)
+            source = hash_of(example.source)
             if split == "train":
                 self._train.add(source)
             else:
