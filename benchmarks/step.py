@@ -43,14 +43,15 @@ class Case:
     vocabulary: int
     device: str
     dtype: torch.dtype
+    accumulated: int
+    """Batches of a step."""
 
 
 CASES = {
-    "gpu": Case("LARGE", 16, 512, 64, 96_103, "cuda", torch.bfloat16),
-    "cpu": Case("SMALL", 4, 128, 32, 16_000, "cpu", torch.float32),
+    "gpu": Case("LARGE", 16, 512, 64, 96_103, "cuda", torch.bfloat16, 4),
+    "cpu": Case("SMALL", 2, 512, 64, 16_000, "cpu", torch.float32, 1),
 }
 CANDIDATES = 15
-ACCUMULATED = 4  # batches of a step
 
 
 def candidates(case: Case, shared: bool, rng: random.Random) -> list[list[list[int]]]:
@@ -198,10 +199,11 @@ def run(rows: Rows, case: Case, repeat: int) -> None:
 
 
 def compare(
-    rows: Rows, case: str, work: Work, ways: dict[str, Callable[[], Tensor]], repeat: int, at_once: int = ACCUMULATED
+    rows: Rows, case: str, work: Work, ways: dict[str, Callable[[], Tensor]], repeat: int, at_once: int = 0
 ) -> None:
     if not rows.wants(case):
         return
+    at_once = at_once or work.case.accumulated
     for name, way in ways.items():
         work.model.zero_grad(set_to_none=True)
 
