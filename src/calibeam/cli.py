@@ -75,7 +75,7 @@ def run(
 
 def _stage_command(name: str) -> Any:
     def command(arguments: Arguments = None, force: Force = False, allow_code: AllowCode = False) -> None:
-        given = list(arguments or [])
+        given = _assignments(arguments or [])
         if given and "=" not in given[0]:
             tables = recipe.override(recipe.read(Path(given[0])), given[1:], table=name, allow_code=allow_code)
             pipeline.run(tables, only=name, force=force)
@@ -87,6 +87,20 @@ def _stage_command(name: str) -> Any:
             pipeline.Step(name, recipe.build(stages.load(name).Config, name, values)).run(force=force)
 
     return command
+
+
+def _assignments(arguments: list[str]) -> list[str]:
+    """`--key value` as `key=value`, and the recipe first."""
+    found, left = list[str](), iter(arguments)
+    for one in left:
+        key, separator, value = one.removeprefix("--").partition("=")
+        if one.startswith("--"):
+            value = value if separator else next(left, "")
+            if not value:
+                raise CalibeamError(f"{one} needs a value")
+            one = f"{key.replace('-', '_')}={value}"
+        found.append(one)
+    return sorted(found, key=lambda one: "=" in one)
 
 
 class _StudyHelp(typer.core.TyperCommand):
@@ -181,7 +195,9 @@ def plan(
 
 
 for _name, _summary in stages.STAGES.items():
-    app.command(_name, cls=_StageHelp, short_help=_summary, help=_summary)(_stage_command(_name))
+    app.command(_name, cls=_StageHelp, short_help=_summary, help=_summary, context_settings={"ignore_unknown_options": True})(
+        _stage_command(_name)
+    )
 
 
 @app.command("calibrate-model")
