@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -58,15 +59,17 @@ def in_process(places: dict[str, str]) -> Path:
 @pytest.fixture
 def cluster() -> Iterator[Any]:
     """A head without room for workers, and two nodes with room for one each."""
-    ray = pytest.importorskip("ray")
-    from ray.cluster_utils import Cluster
-
     short = tempfile.mkdtemp(prefix="r-", dir="/tmp")  # the names of sockets must be short
     memory = {"object_store_memory": 80 * 2**20}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", short)
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
         patch.setenv("PYTHONPATH", f"{Path(calibeam.__file__).parents[1]}:{Path(__file__).parent}")
+        ray = pytest.importorskip("ray")
+        from ray.cluster_utils import Cluster
+
         quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
         started = Cluster(
             initialize_head=True,

@@ -167,6 +167,7 @@ def _cluster() -> Iterator[Any]:
         import ray.data
     except ImportError:
         raise CalibeamError("engine=ray needs Ray: install calibeam[ray]") from None
+    logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     if ray.is_initialized():
         yield ray
