@@ -16,16 +16,17 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from calibeam import display, store
+from calibeam import display, shards, store
 from calibeam.paper.metrics import pair_agreement
 from calibeam.recipe import StageConfig
 from calibeam.stages import prepare
-from calibeam.stages.decode import SHARD
 
 WORDS = [f"word{i}" for i in range(5000)]
 Row = dict[str, Any]
@@ -46,41 +47,59 @@ def prepared(folder: Path) -> None:
     prepare.run(prepare.Config(output=str(folder / "prepare"), **files))
 
 
-def decoded(folder: Path) -> None:
-    data = store.read(folder / "prepare", "prepare")
+@dataclass
+class Decoder:
+    """What `decode` does besides the model."""
 
-    def make(some: list[tuple[str, str]]) -> list[Row]:
-        return [
+    examples: store.Table
+
+    def inputs(self, number: int) -> dict[str, str]:
+        rows = self.examples.between(number * shards.SIZE, (number + 1) * shards.SIZE)
+        return {row["id"]: row["source"] for row in rows}
+
+    def make(self, inputs: dict[str, str], _: Any) -> tuple[list[Row], shards.Facts]:
+        rows = [
             {"id": name, "method": "beam", "seed": 0, "token_ids": [[len(source) + k] * 12 for k in range(4)],
              "texts": [source[k : k + 60] for k in range(4)], "log_p": [-float(k) for k in range(4)], "times_drawn": [1] * 4}
-            for name, source in some
+            for name, source in inputs.items()
         ]  # fmt: skip
+        return rows, {"counts": {"sources": len(rows), "candidates": sum(len(row["log_p"]) for row in rows)}}
 
-    sources = ((example.id, example.source) for example in data.stream_examples("train"))
-    candidates = 0
-    with make_output(folder, "decode", data).writing(resume=True) as output:
-        for rows in output.shards("candidates", sources, store.CANDIDATES, make, size=SHARD):
-            candidates += sum(len(row["log_p"]) for row in rows)
-        output.counts["candidates"] = candidates
+
+@dataclass
+class Scorer:
+    """What `score` does besides the model."""
+
+    examples: store.Table
+    candidates: store.Table
+
+    def inputs(self, number: int) -> dict[str, Row]:
+        place = number * shards.SIZE, (number + 1) * shards.SIZE
+        pairs = zip(self.examples.between(*place), self.candidates.between(*place), strict=True)
+        return {example["id"]: row for example, row in pairs if example["id"] == row["id"]}
+
+    def make(self, inputs: dict[str, Row], _: Any) -> tuple[list[Row], shards.Facts]:
+        rows = [{**row, "similarity": [float(len(text)) for text in row["texts"]]} for row in inputs.values()]
+        return rows, {"counts": {"agreeing": sum(pair_agreement(row["log_p"], row["similarity"])[0] for row in rows)}}
+
+
+def decoded(folder: Path) -> None:
+    data = store.read(folder / "prepare", "prepare")
+    fill(folder, "decode", data, data, Decoder(data.example_table("train")), "candidates", store.CANDIDATES)
 
 
 def scored(folder: Path) -> None:
     data, decoding = store.read(folder / "prepare", "prepare"), store.read(folder / "decode", "decode")
+    maker = Scorer(data.example_table("train"), decoding.table("candidates", store.CANDIDATES))
+    fill(folder, "score", decoding, data, maker, "scored", store.SCORED)
 
-    def pairs() -> Iterator[tuple[str, tuple[Any, Row]]]:
-        rows = decoding.stream("candidates", store.CANDIDATES)
-        for example, row in zip(data.stream_examples("train"), rows, strict=True):
-            assert example.id == row["id"]
-            yield example.id, (example, row)
 
-    def make(some: list[tuple[str, tuple[Any, Row]]]) -> list[Row]:
-        return [{**row, "similarity": [float(len(text)) for text in row["texts"]]} for _, (_, row) in some]
-
-    agreeing = 0.0
-    with make_output(folder, "score", decoding).writing(resume=True) as output:
-        for rows in output.shards("scored", pairs(), store.SCORED, make, size=SHARD):
-            agreeing += sum(pair_agreement(row["log_p"], row["similarity"])[0] for row in rows)
-        output.counts["agreeing"] = agreeing
+def fill(folder: Path, kind: str, source: store.Folder, data: store.Folder, maker: Any, name: str, schema: Any) -> None:
+    number, counts = -(-data.count("train") // shards.SIZE), Counter[str]()
+    with make_output(folder, kind, source).writing(resume=True) as output:
+        for facts in shards.in_process(maker, output.shards(name, schema), number, lambda *_: None):
+            counts.update(facts["counts"])
+        output.counts |= counts
 
 
 def make_output(folder: Path, kind: str, source: store.Folder) -> store.Output:

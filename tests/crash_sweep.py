@@ -32,7 +32,7 @@ from conftest import sentence, tiny_model  # first: it sets the environment
 
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
 ROWS = 24
-decode.SHARD = score.SHARD = 4
+decode.shards.SIZE = 4
 
 
 def setup(work: Path) -> None:

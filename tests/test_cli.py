@@ -18,7 +18,10 @@ import calibeam
 from calibeam import store
 from calibeam.stages import STAGES, decode, evaluate, prepare
 
-VERBS = [*(name for name in STAGES if name not in ("report", "export")), "run", "calibrate-model", "compare", "tasks", "doctor"]
+VERBS = [
+    *(name for name in STAGES if name not in ("report", "export")),
+    "run", "plan", "calibrate-model", "compare", "tasks", "doctor",
+]  # fmt: skip
 ENVIRONMENT = {key: value for key, value in os.environ.items() if key not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
 ENVIRONMENT["PYTHONPATH"] = str(Path(calibeam.__file__).parents[1])  # the same calibeam, wherever it runs
 
@@ -328,3 +331,14 @@ def test_a_metric_named_on_the_command_line(place: Path, data: Path) -> None:
     outputs = store.read(place / "e", "evaluate").rows("outputs", evaluate.OUTPUTS)
     mean = sum(len(row["output"]) for row in outputs) / len(outputs)
     assert result["metrics"]["mine:letters"]["figures"]["mean"]["value"] == pytest.approx(mean)
+
+
+def test_settings_of_a_stage_may_be_written_as_options() -> None:
+    """--key value, --key=value and key=value are one, wherever the recipe stands."""
+    from calibeam.cli import _assignments
+
+    wanted = ["r.toml", "engine=ray", "max_new_tokens=7", "seed=1"]
+    assert _assignments(["--engine", "ray", "r.toml", "--max-new-tokens=7", "seed=1"]) == wanted
+    needed = ("decode", "output=x", "data=x", "model=x")
+    assert "unknown key decode.engin; did you mean engine?" in refused(*needed, "--engin", "ray")
+    assert "--engine needs a value" in refused(*needed, "--engine")

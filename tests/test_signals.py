@@ -38,8 +38,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
     prepare.run(prepare.Config(output=str(folder / "data"), train=file, validation=file, max_validation=2))
     seq2seq.save(Seq2Seq(tiny_model("t5", 0, len(tokenizer)), tokenizer), folder / "model")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "SHARD", 3)
-        patch.setattr(score, "SHARD", 3)
+        patch.setattr(decode.shards, "SIZE", 3)
         for name in ("decode", "score", "finetune", "calibrate"):
             run(folder, name, folder / "whole" / name)
     return folder
@@ -47,8 +46,7 @@ def work(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
 
 @pytest.fixture(autouse=True)
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decode, "SHARD", 3)
-    monkeypatch.setattr(score, "SHARD", 3)
+    monkeypatch.setattr(decode.shards, "SIZE", 3)
 
 
 def run(work: Path, name: str, output: Path, **changes: Any) -> Path:

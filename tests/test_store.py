@@ -453,3 +453,35 @@ def test_write_file_keeps_the_old_file_where_the_new_one_cannot_be_written(tmp_p
     with pytest.raises(UnicodeEncodeError):
         store.write_file(tmp_path / "page.html", "x" * 100_000 + "\ud800")
     assert (tmp_path / "page.html").read_text() == "old"
+
+
+def test_rows_by_their_place_from_one_file_and_from_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row groups of 3, and shards of 4, of which the last is short."""
+    monkeypatch.setattr(store, "ROW_GROUP", 3)
+    rows = [{"id": f"row-{i}", "source": f"s{i}", "targets": [f"t{i}"]} for i in range(10)]
+    output = store.Output("prepare", StageConfig(output=str(tmp_path / "out")), {})
+    with output.writing(resume=True):
+        output.write_rows("train", rows, store.EXAMPLES)
+        pieces = output.shards("pieces", store.EXAMPLES)
+        for number in range(3):
+            pieces.write(number, rows[4 * number : 4 * number + 4], {"counts": {"rows": 4}})
+        assert pieces.facts(0, [row["id"] for row in rows[:4]]) == {"counts": {"rows": 4}}
+        assert pieces.facts(0, ["row-0"]) is None
+        pieces.write(3, rows, {})
+        pieces.drop_from(3)
+    folder = store.read(tmp_path / "out", "prepare")
+    for name in ("train", "pieces"):
+        table = folder.table(name, store.EXAMPLES)
+        for start, stop in ((0, 3), (2, 9), (4, 8), (9, 20), (10, 12), (0, 10)):
+            assert table.between(start, stop) == rows[start:stop], (name, start, stop)
+
+
+def test_shards_are_read_by_their_numbers(tmp_path: Path) -> None:
+    """The hundred thousandth comes after the one before it, though its name does not."""
+    output = store.Output("prepare", StageConfig(output=str(tmp_path / "out")), {})
+    with output.writing(resume=True):
+        pieces = output.shards("pieces", store.EXAMPLES)
+        for number in (100_000, 99_999):
+            pieces.write(number, [{"id": str(number), "source": "s", "targets": ["t"]}], {})
+    found = store.read(tmp_path / "out", "prepare").rows("pieces", store.EXAMPLES)
+    assert [row["id"] for row in found] == ["99999", "100000"]

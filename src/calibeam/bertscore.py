@@ -153,7 +153,7 @@ class BertScore:
         """As the tokenizer says, or else what the model has positions for; RoBERTa's begin after the padding id."""
         from calibeam.seq2seq import max_positions
 
-        positions = max_positions(self._model)
+        positions = max_positions(self._model.config)
         if self._tokenizer.model_max_length < NO_LIMIT or positions is None:
             return min(self._tokenizer.model_max_length, positions or NO_LIMIT)
         return positions - self._tokenizer.pad_token_id - 1

@@ -75,7 +75,7 @@ def run(
 
 def _stage_command(name: str) -> Any:
     def command(arguments: Arguments = None, force: Force = False, allow_code: AllowCode = False) -> None:
-        given = list(arguments or [])
+        given = _assignments(arguments or [])
         if given and "=" not in given[0]:
             tables = recipe.override(recipe.read(Path(given[0])), given[1:], table=name, allow_code=allow_code)
             pipeline.run(tables, only=name, force=force)
@@ -87,6 +87,20 @@ def _stage_command(name: str) -> Any:
             pipeline.Step(name, recipe.build(stages.load(name).Config, name, values)).run(force=force)
 
     return command
+
+
+def _assignments(arguments: list[str]) -> list[str]:
+    """`--key value` as `key=value`, and the recipe first."""
+    found, left = list[str](), iter(arguments)
+    for one in left:
+        key, separator, value = one.removeprefix("--").partition("=")
+        if one.startswith("--"):
+            value = value if separator else next(left, "")
+            if not value:
+                raise CalibeamError(f"{one} needs a value")
+            one = f"{key.replace('-', '_')}={value}"
+        found.append(one)
+    return sorted(found, key=lambda one: "=" in one)
 
 
 class _StudyHelp(typer.core.TyperCommand):
@@ -152,8 +166,38 @@ def study(
         studies.run(name, tables, force=force)
 
 
+@app.command()
+def plan(
+    recipe_file: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
+    settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE")] = None,
+    gpus: Annotated[int, typer.Option(min=1, help="how many")] = 1,
+    gpu: Annotated[str, typer.Option(help="h200, h100, a100, or cpu for a machine of two cores")] = "h200",
+    sources: Annotated[float | None, typer.Option(min=1, help="to train on, such as 1e9; those of the data if not given")] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="of a GPU for an hour")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+) -> None:
+    """Predict time, memory, storage and cost of every stage of a recipe, and say what limits it.
+
+    Reads:   a recipe, the sizes of its model, and its data where they are prepared
+
+    Writes:  nothing
+
+    Example: calibeam plan samsum.toml --gpus 1024 --gpu h200 --sources 1e9 --price 3
+    """
+    from calibeam import forecast
+
+    tables = recipe.override(recipe.read(recipe_file), settings or [])
+    found = forecast.forecast(tables, gpu=gpu, gpus=gpus, sources=int(sources) if sources else None, price=price)
+    if as_json:
+        typer.echo(forecast.as_json(found))
+    else:
+        forecast.show(found, gpu, gpus)
+
+
 for _name, _summary in stages.STAGES.items():
-    app.command(_name, cls=_StageHelp, short_help=_summary, help=_summary)(_stage_command(_name))
+    app.command(_name, cls=_StageHelp, short_help=_summary, help=_summary, context_settings={"ignore_unknown_options": True})(
+        _stage_command(_name)
+    )
 
 
 @app.command("calibrate-model")

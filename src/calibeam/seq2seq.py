@@ -165,14 +165,20 @@ def locate(name: str | Path) -> Path:
         raise CalibeamError(f"no model at {name}: not a folder, and the Hugging Face Hub says: {reason}") from error
 
 
-def load(folder: Path, *, device: str = "auto", dtype: torch.dtype | None = None) -> Seq2Seq:
-    """Load and check a model. Safetensors only, no remote code; float32 unless told otherwise."""
+def load_config(folder: Path) -> Any:
+    """Of an encoder-decoder, without the model."""
     config = _load_part(folder, "config.json", AutoConfig)
     if not getattr(config, "is_encoder_decoder", False):
         raise CalibeamError(
             f"{folder} holds a {config.model_type} model, which is not an encoder-decoder: "
             "calibeam calibrates T5, BART, PEGASUS and their kin"
         )
+    return config
+
+
+def load(folder: Path, *, device: str = "auto", dtype: torch.dtype | None = None) -> Seq2Seq:
+    """Load and check a model. Safetensors only, no remote code; float32 unless told otherwise."""
+    config = load_config(folder)
     model = _load_weights(AutoModelForSeq2SeqLM, folder, config, dtype or torch.float32)
     _fix_sinusoids(model)
     tokenizer = _load_part(folder, "tokenizer", AutoTokenizer)
@@ -269,9 +275,9 @@ def mention_ignored_heuristics(model: Any) -> None:
         log.warning("the model's generation config asks for %s; calibeam's search applies none of it", ", ".join(ignored))
 
 
-def max_positions(model: Any) -> int | None:
+def max_positions(config: Any) -> int | None:
     """The longest sequence the model has positions for; None where positions are relative."""
-    return getattr(model.config, "max_position_embeddings", None)
+    return getattr(config, "max_position_embeddings", None)
 
 
 def _fix_sinusoids(model: Any) -> None:

@@ -23,7 +23,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
+from uuid import uuid4
 
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -34,7 +35,6 @@ from calibeam import rows, signals
 from calibeam.recipe import StageConfig
 from calibeam.records import CalibeamError, Example
 
-T = TypeVar("T")
 FORMAT = 1
 MANIFEST = "manifest.json"
 ORIGIN = "origin.json"  # in the folder of a stage under way that can be resumed
@@ -44,6 +44,7 @@ PACKAGES = (
     "torch", "transformers", "tokenizers", "safetensors", "pyarrow", "numpy", "nltk", "sacrebleu", "sentencepiece", "peft",
 )  # fmt: skip
 
+FACTS = b"calibeam"  # under which a shard holds what is to be known of it as a whole
 LONGEST_NAME = 255  # bytes
 ROW_GROUP = 4096  # rows that are written together
 DISK_PROBLEMS = tuple(
@@ -80,16 +81,29 @@ class Folder:
         self, name: str, schema: pa.Schema, *, columns: Sequence[str] | None = None, where: tuple[str, str] | None = None
     ) -> Iterator[dict[str, Any]]:
         """The same row by row, from one file or from shards in their order; of some columns, and where one has a value."""
-        shards = sorted(file for file in self.manifest["files"] if re.fullmatch(rf"{name}-\d+\.parquet", file))
-        for file in shards or [f"{name}.parquet"]:
-            yield from _rows(self.path / file, schema, columns, where)
+        for file in self._files(name):
+            yield from _rows(file, schema, columns, where)
+
+    def table(self, name: str, schema: pa.Schema) -> Table:
+        """The same, for who reads here and there."""
+        return Table(self._files(name), schema)
+
+    def _files(self, name: str) -> list[Path]:
+        """Of a table: one, or shards in their order."""
+        found = (re.fullmatch(rf"{name}-(\d+)\.parquet", file) for file in self.manifest["files"])
+        shards = {int(match[1]): self.path / match[0] for match in found if match}
+        return [shards[number] for number in sorted(shards)] or [self.path / f"{name}.parquet"]
 
     def examples(self, split: str) -> list[Example]:
         return [*self.stream_examples(split)]
 
     def stream_examples(self, split: str) -> Iterator[Example]:
         self.must_have(split)
-        return (Example(row["id"], row["source"], tuple(row["targets"])) for row in self.stream(split, EXAMPLES))
+        return map(example_of, self.stream(split, EXAMPLES))
+
+    def example_table(self, split: str) -> Table:
+        self.must_have(split)
+        return self.table(split, EXAMPLES)
 
     def count(self, split: str) -> int:
         self.must_have(split)
@@ -118,15 +132,56 @@ class Folder:
         return [name.removesuffix(".parquet") for name in self.manifest["files"] if name.endswith(".parquet")]
 
 
+def example_of(row: dict[str, Any]) -> Example:
+    return Example(row["id"], row["source"], tuple(row["targets"]))
+
+
+class Table:
+    """The rows of a table by their place. The last file stays open: its footer may take longer to read than some rows."""
+
+    def __init__(self, files: list[Path], schema: pa.Schema) -> None:
+        self._files, self._schema = files, schema
+        self._opened: tuple[int, pq.ParquetFile] | None = None
+
+    def between(self, start: int, stop: int) -> list[dict[str, Any]]:
+        """Shards but the last have as many rows as the first."""
+        each = max(pq.read_metadata(self._files[0]).num_rows, 1) if len(self._files) > 1 else stop
+        return [
+            row
+            for number in range(start // each, min(-(-stop // each), len(self._files)))
+            for row in _rows_between(self._open(number), start - number * each, stop - number * each)
+        ]
+
+    def _open(self, number: int) -> pq.ParquetFile:
+        if self._opened is None or self._opened[0] != number:
+            parquet = pq.ParquetFile(self._files[number])
+            _check_schema(self._files[number], parquet, self._schema)
+            self._opened = number, parquet
+        return self._opened[1]
+
+
+def _rows_between(parquet: pq.ParquetFile, start: int, stop: int) -> Iterator[dict[str, Any]]:
+    begin = 0
+    for group in range(parquet.num_row_groups):
+        end = begin + parquet.metadata.row_group(group).num_rows
+        if begin < stop and start < end:
+            yield from parquet.read_row_group(group)[max(start - begin, 0) : stop - begin].to_pylist()
+        begin = end
+
+
+def _check_schema(file: Path, parquet: pq.ParquetFile, schema: pa.Schema) -> None:
+    if not parquet.schema_arrow.equals(schema):
+        raise CalibeamError(
+            f"{file} has columns {parquet.schema_arrow.names}, not {schema.names}: another version of calibeam wrote it. "
+            f"Remove {file.parent} and run its stage again"
+        )
+
+
 def _rows(
     file: Path, schema: pa.Schema, columns: Sequence[str] | None = None, where: tuple[str, str] | None = None
 ) -> Iterator[dict[str, Any]]:
     with file.open("rb") as opened, pq.ParquetFile(opened) as parquet:
-        if not parquet.schema_arrow.equals(schema):
-            raise CalibeamError(
-                f"{file} has columns {parquet.schema_arrow.names}, not {schema.names}: another version of calibeam wrote it. "
-                f"Remove {file.parent} and run its stage again"
-            )
+        _check_schema(file, parquet, schema)
         wanted = columns and [*columns, *(where or ())[:1]]
         for group in range(parquet.num_row_groups):  # one by one: a reader of all keeps what it has read
             for batch in parquet.iter_batches(1024, row_groups=[group], columns=wanted):
@@ -196,7 +251,7 @@ def _other_making(what: str, changes: Sequence[str]) -> CalibeamError:
     return CalibeamError(f"{what} of another making:{listed}\nPass --force to make it again, or choose another output")
 
 
-def _problem_of_disk(error: BaseException, path: Path) -> CalibeamError | None:
+def problem_of_disk(error: BaseException, path: Path) -> CalibeamError | None:
     """A disk that is full, read-only, out of quota or failing, as something a user can mend."""
     if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":  # which has no number, only a text
         return None
@@ -209,6 +264,48 @@ def _problem_of_disk(error: BaseException, path: Path) -> CalibeamError | None:
         f"{path} cannot be written: {os.strerror(found)} ({shutil.disk_usage(path.parent).free:,} bytes are free there){where}. "
         f"What was finished before is kept; run the same command again when this is mended"
     )
+
+
+@dataclass(frozen=True)
+class Shards:
+    """A table in pieces, each whole or not at all. Whoever has one of these may write them, on whatever machine.
+
+    What is to be known of a piece as a whole, its facts, is written with it: nobody need read it again to add them up.
+    """
+
+    folder: Path
+    name: str
+    schema: pa.Schema
+
+    def write(self, number: int, rows: Iterable[dict[str, Any]], facts: dict[str, Any]) -> None:
+        _write_rows(self._file(number), rows, self.schema.with_metadata({FACTS: json.dumps(facts)}))
+
+    def facts(self, number: int, ids: list[str]) -> dict[str, Any] | None:
+        """Of a piece that is there, whole, and has these ids."""
+        try:
+            table = pq.read_table(self._file(number), page_checksum_verification=True)
+            known = json.loads(table.schema.metadata[FACTS])
+        except (pa.ArrowException, OSError, TypeError, KeyError, ValueError):
+            return None
+        return known if table.schema.equals(self.schema) and table["id"].to_pylist() == ids else None
+
+    def drop_from(self, number: int) -> None:
+        """Those that are too many, of a version that wrote smaller ones."""
+        for file in self.folder.glob(f"{self.name}-*.parquet"):
+            if int(file.stem.removeprefix(f"{self.name}-")) >= number:
+                file.unlink()
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"{self.name}-{number:05}.parquet"
+
+
+def _write_rows(file: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema) -> None:
+    partial, left = file.with_name(f".{file.stem}.{uuid4().hex}.partial"), iter(rows)  # another machine may be at it too
+    with pq.ParquetWriter(partial, schema, write_page_checksum=True) as writer:
+        while some := [*itertools.islice(left, ROW_GROUP)]:
+            writer.write_table(pa.Table.from_pylist(some, schema=schema))
+    sync(partial)
+    os.replace(partial, file)
 
 
 class Output:
@@ -302,19 +399,14 @@ class Output:
             except BaseException as error:
                 if not any((self.folder / name).is_file() for name in (ORIGIN, MANIFEST)):
                     shutil.rmtree(self.folder, ignore_errors=True)
-                if problem := _problem_of_disk(error, self.path):
+                if problem := problem_of_disk(error, self.path):
                     raise problem from error
                 raise
         self.done = True
 
     def write_rows(self, name: str, rows: Iterable[dict[str, Any]], schema: pa.Schema) -> None:
         """One table, whole or not at all, and never all of it in memory."""
-        partial, left = self.folder / f".{name}.partial", iter(rows)
-        with pq.ParquetWriter(partial, schema, write_page_checksum=True) as writer:
-            while some := [*itertools.islice(left, ROW_GROUP)]:
-                writer.write_table(pa.Table.from_pylist(some, schema=schema))
-        sync(partial)
-        os.replace(partial, self.folder / f"{name}.parquet")
+        _write_rows(self.folder / f"{name}.parquet", rows, schema)
 
     def read_rows(self, name: str, schema: pa.Schema) -> Iterator[dict[str, Any]]:
         """What `write_rows` wrote, while the stage is under way."""
@@ -324,43 +416,9 @@ class Output:
         """Remove a table that is of no more use."""
         (self.folder / f"{name}.parquet").unlink()
 
-    def shards(
-        self,
-        name: str,
-        items: Iterable[tuple[str, T]],
-        schema: pa.Schema,
-        make: Callable[[list[tuple[str, T]]], list[dict[str, Any]]],
-        *,
-        size: int,
-    ) -> Iterator[list[dict[str, Any]]]:
-        """The rows of every `size` items, each with its id: made and written as a table, or as an interrupted run wrote them.
-
-        Rows are made of the items of one shard alone, so they are the same bits wherever a run was interrupted.
-        """
-        left = iter(items)
-        for number in itertools.count():
-            some, table = [*itertools.islice(left, size)], f"{name}-{number:05}"
-            if not some:
-                for file in self.folder.glob(f"{name}-*.parquet"):
-                    if file.stem >= table:  # of a version that wrote smaller ones
-                        file.unlink()
-                return
-            ids = [one for one, _ in some]
-            found = self._table(table, ids, schema)
-            if found is None:
-                self.write_rows(table, make(some), schema)
-                found = self._table(table, ids, schema)  # as it will be read, not as it was made
-                assert found is not None
-            yield found
-
-    def _table(self, name: str, ids: list[str], schema: pa.Schema) -> list[dict[str, Any]] | None:
-        """The rows of a table, if it is whole and has these ids."""
-        file = self.folder / f"{name}.parquet"
-        try:
-            rows = pq.read_table(file, schema=schema, page_checksum_verification=True).to_pylist()
-        except (pa.ArrowException, OSError):
-            return None
-        return rows if [row["id"] for row in rows] == ids else None
+    def shards(self, name: str, schema: pa.Schema) -> Shards:
+        """A table that is written in pieces, of which an interrupted run may have left some."""
+        return Shards(self.folder, name, schema)
 
     def write_json(self, name: str, value: Any) -> None:
         self.write_text(name, _json(value))

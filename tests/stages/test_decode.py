@@ -57,8 +57,7 @@ def config(tmp_path: Path, places: dict[str, str]) -> Config:
 @pytest.fixture(scope="module", autouse=True)
 def small_shards() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(decode, "SHARD", SIZE)
-        patch.setattr(score, "SHARD", SIZE)
+        patch.setattr(decode.shards, "SIZE", SIZE)
         yield
 
 
@@ -136,7 +135,7 @@ import json, sys, time
 from calibeam import display
 from calibeam.stages import decode
 
-decode.SHARD = 4
+decode.shards.SIZE = 4
 advance, calls = display.Bar.advance, iter(range(9))
 
 def held_up(bar, *given):
@@ -247,9 +246,9 @@ def test_settings_that_change_no_output_do_not_stop_a_run_from_going_on(config: 
 
 def test_shards_of_another_size_are_not_taken_along(config: Config, undisturbed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As an earlier version may have written them: 6 of 2 sources each, where 4 are wanted of 4 each."""
-    monkeypatch.setattr(decode, "SHARD", 2)
+    monkeypatch.setattr(decode.shards, "SIZE", 2)
     assert len(shards(interrupt(config(), after=COUNT))) == 6
-    monkeypatch.setattr(decode, "SHARD", SIZE)
+    monkeypatch.setattr(decode.shards, "SIZE", SIZE)
     check_is(decode.run(config()), undisturbed)
 
 
@@ -283,10 +282,11 @@ def test_other_stages_read_all_shards_in_their_order(
     """The same from one shard, from 4, and from 14, whose numbers have one digit or two."""
     similarities = []
     for size in (1, SIZE, 1024):
-        monkeypatch.setattr(decode, "SHARD", size)
+        monkeypatch.setattr(decode.shards, "SIZE", size)
         candidates = decode.run(config(f"shards-of-{size}"))
         assert len(shards(candidates)) == -(-COUNT // size)
         check_rows(rows_of(candidates), rows_of(undisturbed))
+        monkeypatch.setattr(decode.shards, "SIZE", SIZE)  # scored together as before: rounding depends on that
         output = str(tmp_path / f"score-{size}")
         scored = score.run(score.Config(candidates=str(candidates), output=output, device="cpu", **places))
         similarities.append([row["similarity"] for row in store.read(scored, "score").rows("scored", store.SCORED)])

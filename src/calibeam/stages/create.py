@@ -77,14 +77,16 @@ def run(config: Config, *, force: bool = False) -> Path:
             tokenizer = train_tokenizer((text for e in examples for text in (e.source, *e.targets)), config.vocab_size)
         tokenizer.model_max_length = config.max_position_embeddings
         torch.manual_seed(config.seed)
-        model = PegasusForConditionalGeneration(_architecture(config, tokenizer))
+        model = PegasusForConditionalGeneration(
+            architecture(config, len(tokenizer), pad=tokenizer.pad_token_id, eos=tokenizer.eos_token_id)
+        )
         save(Seq2Seq(model, tokenizer), output.folder / "model")
         output.counts |= {"parameters": model.num_parameters(), "vocabulary": len(tokenizer)}
     display.say(f"create: {output.counts['parameters']:,} parameters, vocabulary {output.counts['vocabulary']:,}")
     return output.path
 
 
-def _architecture(config: Config, tokenizer: Any) -> Any:
+def architecture(config: Config, vocabulary: int, *, pad: int = 0, eos: int = 1) -> Any:
     from transformers import PegasusConfig
 
     size = SIZES[config.size]
@@ -93,7 +95,7 @@ def _architecture(config: Config, tokenizer: Any) -> Any:
     if d_model % heads:
         raise CalibeamError(f"d_model must be a multiple of num_heads, got {d_model} and {heads}")
     return PegasusConfig(
-        vocab_size=len(tokenizer),
+        vocab_size=vocabulary,
         d_model=d_model,
         encoder_layers=config.encoder_layers or size.layers,
         decoder_layers=config.decoder_layers or size.layers,
@@ -106,9 +108,9 @@ def _architecture(config: Config, tokenizer: Any) -> Any:
         activation_dropout=config.dropout,
         max_position_embeddings=config.max_position_embeddings,
         scale_embedding=True,
-        pad_token_id=tokenizer.pad_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        decoder_start_token_id=tokenizer.pad_token_id,
+        pad_token_id=pad,
+        eos_token_id=eos,
+        decoder_start_token_id=pad,
         forced_eos_token_id=None,
     )
 

@@ -9,16 +9,15 @@ Example: calibeam decode out/data.toml method=nucleus num_candidates=15 top_p=0.
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibeam import display, store
+from calibeam import display, shards, store
 from calibeam.paper.decoding import DECODERS
-from calibeam.recipe import StageConfig, option
+from calibeam.recipe import option
 from calibeam.records import CalibeamError
 
 if TYPE_CHECKING:
@@ -26,14 +25,12 @@ if TYPE_CHECKING:
 
     from calibeam.seq2seq import Seq2Seq
 
-SHARD = 1024
-"""Sources whose candidates are written together, and lost together when a run is killed."""
 Source = tuple[str, Sequence[int]]
 """An example's id, and the token ids of its source."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(StageConfig):
+class Config(shards.EngineConfig):
     data: str = option(help="the folder written by prepare", identity=False)
     model: str = option(help="the fine-tuned model: a folder or a Hub id", identity=False)
     split: str = option("train", "the split to decode", choices=lambda: ("train", "validation", "test"))
@@ -47,7 +44,6 @@ class Config(StageConfig):
     max_source_length: int = option(512, "source tokens; longer sources are cut", at_least=1)
     seed: int = option(0, "for nucleus", at_least=0)
     batch_size: int = option(0, "sources decoded together; 0 to choose by device", at_least=0, identity=False)
-    device: str = option("auto", "auto, cpu or cuda", identity=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -63,40 +59,57 @@ def run(config: Config, *, force: bool = False) -> Path:
     output = store.Output("decode", config, {"data": data, "model": model}, force=force)
     if output.done:
         return output.path
-    tuned = load_for_inference(model.path, config.device)
-    check_lengths(tuned, config.max_source_length, config.max_new_tokens)
-    total = data.count(config.split)
-    counts = Counter[str]()
-
-    def sources() -> Iterator[Source]:
-        examples = data.stream_examples(config.split)
-        while some := [*itertools.islice(examples, SHARD)]:
-            tokens, cut = tuned.encode_sources([example.source for example in some], config.max_source_length)
-            counts["sources_cut"] += cut
-            yield from zip((example.id for example in some), tokens, strict=True)
-
-    with output.writing(resume=True), display.Bar(f"decode {config.method} {config.num_candidates}", total) as bar:
-        output.notes += [
-            f"the model's generation config asks for {it}; not applied" for it in seq2seq.ignored_heuristics(tuned.model)
-        ]
-
-        def make(some: Sequence[Source]) -> list[dict[str, Any]]:
-            rows = decode_sources(
-                tuned, some, search_settings(config), bar,
-                source_length=config.max_source_length, seed=config.seed, batch_size=config.batch_size,
-            )  # fmt: skip
-            return [{**row, "method": config.method, "seed": config.seed} for row in rows]
-
-        for rows in output.shards("candidates", sources(), store.CANDIDATES, make, size=SHARD):
-            kept, drawn = sum(len(row["log_p"]) for row in rows), sum(sum(row["times_drawn"]) for row in rows)
-            counts.update(sources=len(rows), candidates=kept, merged_duplicates=drawn - kept)
-            bar.reach(counts["sources"])
+    check_positions(seq2seq.load_config(model.path), config.max_source_length, config.max_new_tokens)
+    total, maker = data.count(config.split), Decoder(config, data.example_table(config.split), model.path)
+    if config.engine == "local":
+        maker.load()  # what is wrong with it is told before anything is written
+    with output.writing(resume=True):
+        table = output.shards("candidates", store.CANDIDATES)
+        counts = shards.fill(output, table, maker, total, f"decode {config.method} {config.num_candidates}")
         output.counts |= counts
     display.say(
         f"decode: {counts['candidates']:,} candidates of {total:,} sources; "
         f"{counts['sources_cut']:,} sources cut, {counts['merged_duplicates']:,} duplicates merged"
     )
     return output.path
+
+
+@dataclass
+class Decoder:
+    """Makes the candidates of a shard."""
+
+    config: Config
+    examples: store.Table
+    model: Path
+    size: int = field(default_factory=lambda: shards.SIZE)
+
+    @cached_property
+    def tuned(self) -> Seq2Seq:
+        return load_for_inference(self.model, self.config.device)
+
+    def load(self) -> Seq2Seq:
+        return self.tuned
+
+    def inputs(self, number: int) -> dict[str, str]:
+        rows = self.examples.between(number * self.size, (number + 1) * self.size)
+        return {row["id"]: row["source"] for row in rows}
+
+    def make(self, inputs: dict[str, str], advance: Callable[..., None]) -> tuple[list[dict[str, Any]], shards.Facts]:
+        from calibeam import seq2seq
+
+        config = self.config
+        tokens, cut = self.tuned.encode_sources([*inputs.values()], config.max_source_length)
+        found = decode_sources(
+            self.tuned, [*zip(inputs, tokens, strict=True)], search_settings(config), advance,
+            source_length=config.max_source_length, seed=config.seed, batch_size=config.batch_size,
+        )  # fmt: skip
+        rows = [{**row, "method": config.method, "seed": config.seed} for row in found]
+        kept, drawn = sum(len(row["log_p"]) for row in rows), sum(sum(row["times_drawn"]) for row in rows)
+        heuristics = seq2seq.ignored_heuristics(self.tuned.model)
+        return rows, {
+            "counts": {"sources": len(rows), "sources_cut": cut, "candidates": kept, "merged_duplicates": drawn - kept},
+            "notes": [f"the model's generation config asks for {it}; not applied" for it in heuristics],
+        }
 
 
 def check_search(method: str, *options: Any) -> None:
@@ -125,9 +138,14 @@ def load_for_inference(folder: Path, device: str) -> Seq2Seq:
 
 def check_lengths(tuned: Seq2Seq, max_source_length: int, max_target_length: int) -> None:
     """Before any work: the model must have a position for every token."""
+    check_positions(tuned.model.config, max_source_length, max_target_length)
+
+
+def check_positions(model_config: Any, max_source_length: int, max_target_length: int) -> None:
+    """The same, of a model that is not loaded."""
     from calibeam.seq2seq import max_positions
 
-    positions = max_positions(tuned.model)
+    positions = max_positions(model_config)
     for name, length in (("max_source_length", max_source_length), ("the longest target", max_target_length)):
         if positions is not None and length > positions:
             raise CalibeamError(f"{name} is {length}, but the model has {positions} positions")
@@ -147,20 +165,20 @@ def decode_all(
     longest = max(map(len, sources), default=1)
     with display.Bar(description, len(sources)) as bar:
         some = [*zip(ids, sources, strict=True)]
-        return decode_sources(tuned, some, settings, bar, source_length=longest, seed=seed, batch_size=batch_size)
+        return decode_sources(tuned, some, settings, bar.advance, source_length=longest, seed=seed, batch_size=batch_size)
 
 
 def decode_sources(
     tuned: Seq2Seq,
     sources: Sequence[Source],
     settings: dict[str, Any],
-    bar: display.Bar,
+    advance: Callable[..., None],
     *,
     source_length: int,
     seed: int,
     batch_size: int,
 ) -> list[dict[str, Any]]:
-    """The same under a bar that others use too; the longest sources go first."""
+    """The same, telling each that is done; the longest sources go first."""
     import torch
 
     from calibeam.engine import search
@@ -180,7 +198,7 @@ def decode_sources(
         lengths = sequence_mask(tokens, task.ids.eos).sum(-1).tolist()
         outputs = [tuple(row[:length]) for row, length in zip(tokens.tolist(), lengths, strict=True)]
         rows[number] = {"id": sources[number][0], **_merge(tuned, outputs, log_p.tolist())}
-        bar.advance()
+        advance()
     return [rows[number] for number in range(len(sources))]
 
 

@@ -8,19 +8,20 @@ Example: calibeam score out/data.toml similarity=rouge
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibeam import display, functions, store
+import numpy as np
+
+from calibeam import display, functions, shards, store
 from calibeam.paper.metrics import pair_agreement
 from calibeam.paper.similarity import SIMILARITIES
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError, Example, Outputs
-from calibeam.stages.decode import SHARD, load_for_inference
+from calibeam.stages.decode import load_for_inference
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -84,13 +85,12 @@ class SimilarityConfig(StageConfig):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(SimilarityConfig):
+class Config(SimilarityConfig, shards.EngineConfig):
     data: str = option(help="the folder written by prepare", identity=False)
     candidates: str = option(help="the folder written by decode", identity=False)
     model: str = option(help="the fine-tuned model, whose decoder states are compared", identity=False)
     max_target_length: int = option(128, "target tokens, or the model's positions; longer targets are cut", at_least=1)
     batch_size: int = option(32, "sources scored together", at_least=1, identity=False)
-    device: str = option("auto", "auto, cpu or cuda", identity=False)
 
 
 def run(config: Config, *, force: bool = False) -> Path:
@@ -104,60 +104,89 @@ def run(config: Config, *, force: bool = False) -> Path:
     output = store.Output("score", config, {"data": data, "candidates": candidates, "model": model, **encoder}, force=force)
     if output.done:
         return output.path
-    decoding = candidates.manifest["settings"]
-    tuned = load_for_inference(model.path, config.device)
-    longest = min(config.max_target_length, seq2seq.max_positions(tuned.model) or config.max_target_length)
-    split, counts = decoding["split"], Counter[str]()
-    targets = [example.targets for example in data.stream_examples(split)] if config.bertscore_idf else []
-    function = config.compares_by(config.load_bertscore(encoder, targets, config.device))
+    split = candidates.manifest["settings"]["split"]
     name = functions.name_of(config.similarity) if callable(config.similarity) else config.similarity
-
-    def pairs() -> Iterator[tuple[str, tuple[Example, dict[str, Any]]]]:
-        rows = candidates.stream("candidates", store.CANDIDATES)
-        for example, row in itertools.zip_longest(data.stream_examples(split), rows):
-            if example is None or row is None or example.id != row["id"]:
-                raise CalibeamError(f"{candidates.path} does not hold the examples of {data.path} in their order")
-            yield example.id, (example, row)
-
-    with output.writing(resume=True), display.Bar(f"score {name}", data.count(split)) as bar:
-
-        def make(some: Sequence[tuple[str, tuple[Example, dict[str, Any]]]]) -> list[dict[str, Any]]:
-            examples, rows = zip(*(pair for _, pair in some), strict=True)
-            sources, _ = tuned.encode_sources([example.source for example in examples], decoding["max_source_length"])
-            scores = _similarities(
-                tuned, function, sources, [example.targets for example in examples], rows, bar,
-                max_target_length=longest, batch_size=config.batch_size,
-            )  # fmt: skip
-            return [{**row, "similarity": values} for row, values in zip(rows, scores, strict=True)]
-
-        agreeing = 0.0
-        for rows in output.shards("scored", pairs(), store.SCORED, make, size=SHARD):
-            agreements = [pair_agreement(row["log_p"], row["similarity"]) for row in rows]
-            agreeing += sum(agree for agree, _ in agreements)
-            counts.update(
-                sources=len(rows),
-                candidates=sum(len(row["similarity"]) for row in rows),
-                sources_without_a_pair=sum(len(set(row["similarity"])) < 2 for row in rows),
-                pairs=sum(compared for _, compared in agreements),
-            )
-            bar.reach(counts["sources"])
-        compared = counts.pop("pairs")
-        output.counts |= {
-            "split": split,
-            **counts,
-            "targets_cut": _targets_cut(tuned, data.stream_examples(split), longest),
-            "likelihood_agrees": agreeing / compared if compared else None,
-        }
+    maker, total = Scorer(config, data, candidates, model.path, encoder), data.count(split)
+    if candidates.manifest["counts"]["sources"] != total:
+        raise _of_others(candidates, data)
+    if config.engine == "local":
+        maker.load()
+    with output.writing(resume=True):
+        counts = shards.fill(output, output.shards("scored", store.SCORED), maker, total, f"score {name}")
+        compared, agreeing = counts.pop("pairs"), counts.pop("agreeing")
+        output.counts |= {"split": split, **counts, "likelihood_agrees": agreeing / compared if compared else None}
     if compared:
         display.say(f"score: the order by likelihood agrees with similarity in {agreeing / compared:.1%} of {compared:,} pairs")
     return output.path
 
 
-def _targets_cut(tuned: Seq2Seq, examples: Iterator[Example], longest: int) -> int:
-    cut = 0
-    while some := [*itertools.islice(examples, SHARD)]:
-        cut += tuned.encode_targets([target for example in some for target in example.targets], longest)[1]
-    return cut
+def _of_others(candidates: store.Folder, data: store.Folder) -> CalibeamError:
+    return CalibeamError(f"{candidates.path} does not hold the examples of {data.path} in their order")
+
+
+@dataclass
+class Scorer:
+    """Makes the similarities of a shard."""
+
+    config: Config
+    data: store.Folder
+    candidates: store.Folder
+    model: Path
+    encoder: dict[str, store.Folder]
+    size: int = field(default_factory=lambda: shards.SIZE)
+
+    def __post_init__(self) -> None:
+        decoding = self.candidates.manifest["settings"]
+        self.split, self.max_source_length = decoding["split"], decoding["max_source_length"]
+        self.tables = self.data.example_table(self.split), self.candidates.table("candidates", store.CANDIDATES)
+
+    @cached_property
+    def tuned(self) -> Seq2Seq:
+        return load_for_inference(self.model, self.config.device)
+
+    @cached_property
+    def function(self) -> Callable[[Outputs, Outputs], Tensor]:
+        config = self.config
+        targets = [example.targets for example in self.data.stream_examples(self.split)] if config.bertscore_idf else []
+        return config.compares_by(config.load_bertscore(self.encoder, targets, config.device))
+
+    def load(self) -> object:
+        return self.tuned, self.function
+
+    def inputs(self, number: int) -> dict[str, tuple[Example, dict[str, Any]]]:
+        examples, rows = (table.between(number * self.size, (number + 1) * self.size) for table in self.tables)
+        if [row["id"] for row in rows] != [example["id"] for example in examples]:
+            raise _of_others(self.candidates, self.data)
+        return {row["id"]: (store.example_of(example), row) for example, row in zip(examples, rows, strict=True)}
+
+    def make(
+        self, inputs: dict[str, tuple[Example, dict[str, Any]]], advance: Callable[..., None]
+    ) -> tuple[list[dict[str, Any]], shards.Facts]:
+        from calibeam.seq2seq import max_positions
+
+        longest = self.config.max_target_length
+        longest = min(longest, max_positions(self.tuned.model.config) or longest)
+        examples, rows = zip(*inputs.values(), strict=True)
+        sources, _ = self.tuned.encode_sources([example.source for example in examples], self.max_source_length)
+        scores = _similarities(
+            self.tuned, self.function, sources, [example.targets for example in examples], rows, advance,
+            max_target_length=longest, batch_size=self.config.batch_size,
+        )  # fmt: skip
+        _, cut = self.tuned.encode_targets([target for example in examples for target in example.targets], longest)
+        # In the numbers that the table will hold: what is equal there is no pair.
+        scored = [{**row, "similarity": np.array(values, np.float32).tolist()} for row, values in zip(rows, scores, strict=True)]
+        agreements = [pair_agreement(row["log_p"], row["similarity"]) for row in scored]
+        return scored, {
+            "counts": {
+                "sources": len(scored),
+                "candidates": sum(len(row["similarity"]) for row in scored),
+                "sources_without_a_pair": sum(len(set(row["similarity"])) < 2 for row in scored),
+                "targets_cut": cut,
+                "agreeing": sum(agree for agree, _ in agreements),
+                "pairs": sum(compared for _, compared in agreements),
+            },
+            "notes": [],
+        }
 
 
 def similarities(
@@ -174,7 +203,7 @@ def similarities(
     """s(candidate, target) of every candidate of every row, the best over its references."""
     with display.Bar(description, len(rows)) as bar:
         return _similarities(
-            tuned, function, sources, targets, rows, bar, max_target_length=max_target_length, batch_size=batch_size
+            tuned, function, sources, targets, rows, bar.advance, max_target_length=max_target_length, batch_size=batch_size
         )
 
 
@@ -184,12 +213,12 @@ def _similarities(
     sources: Sequence[Sequence[int]],
     targets: Sequence[Sequence[str]],
     rows: Sequence[dict[str, Any]],
-    bar: display.Bar,
+    advance: Callable[..., None],
     *,
     max_target_length: int,
     batch_size: int,
 ) -> list[list[float]]:
-    """The same under a bar that others use too."""
+    """The same, telling how many are done."""
     import torch
 
     from calibeam.engine.packing import Source
@@ -216,7 +245,7 @@ def _similarities(
         assert best is not None
         for index, values in zip(batch, best.tolist(), strict=True):
             scores[index] = values[: len(rows[index]["log_p"])]
-        bar.advance(len(batch))
+        advance(len(batch))
     return [scores[index] for index in range(len(rows))]
 
 

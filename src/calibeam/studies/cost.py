@@ -20,6 +20,7 @@ from calibeam.paper.flops import decoder_flops, encoder_flops, total_flops
 from calibeam.paper.regularization import WITHOUT_REFERENCE
 from calibeam.pipeline import Step
 from calibeam.records import CalibeamError
+from calibeam.stages import create
 from calibeam.tasks import TASKS
 from calibeam.tasks.task import SPLITS
 
@@ -40,6 +41,9 @@ class Size:
     encoder_layers: int
     decoder_layers: int
     attention_size: int
+    vocabulary: int
+    all_parameters: int
+    """With embeddings."""
 
     @property
     def parameters(self) -> int:
@@ -68,12 +72,21 @@ def flops(step: Step) -> float | None:
     """All that the step computes."""
     if step.stage not in FLOPS:
         return 0.0
-    size, data, config = size_of(step), data_of(step), step.config
-    if size is None or data is None:
-        return None
+    size, data = size_of(step), data_of(step)
+    return None if size is None or data is None else flops_of(step, size, data)
+
+
+def flops_of(step: Step, size: Size, data: Data) -> float:
+    """The same, of a model and data that may be but thought of."""
+    source, target = lengths_of(step, data)
+    return FLOPS[step.stage](step, data, partial(size.flops, source, target))
+
+
+def lengths_of(step: Step, data: Data) -> tuple[float, float]:
+    """Mean tokens of sources and targets, as the step cuts them."""
+    config = step.config
     longest = getattr(config, "max_new_tokens", getattr(config, "max_target_length", data.target_length))
-    source = min(data.source_length, getattr(config, "max_source_length", data.source_length))
-    return FLOPS[step.stage](step, data, partial(size.flops, source, min(data.target_length, longest)))
+    return min(data.source_length, getattr(config, "max_source_length", data.source_length)), min(data.target_length, longest)
 
 
 def _pretrain(step: Step, data: Data, once: Once) -> float:
@@ -105,9 +118,11 @@ def _calibrate(step: Step, data: Data, once: Once) -> float:
 
 
 def _evaluate(step: Step, data: Data, once: Once) -> float:
-    """The search, similarity, and perplexity."""
-    number, examples = step.config.num_candidates[0], data.examples[step.config.split]
-    return min(step.config.max_examples or examples, examples) * (once(number) + once(number + 1) + once(1))
+    """Every search with its similarity, and perplexity."""
+    config, examples = step.config, data.examples[step.config.split]
+    ways = len(config.methods) * len(config.length_alphas)
+    searches = ways * sum(once(number) + once(number + 1) for number in config.num_candidates)
+    return min(config.max_examples or examples, examples) * (searches + once(1))
 
 
 def _seen(step: Step, data: Data) -> float:
@@ -164,27 +179,47 @@ def size_of(step: Step) -> Size | None:
     """Of the model that a step reads, or of the one that it will be made from."""
     place = step.config.model
     made_by = next((need for need in step.needs if need.config.output == place), None)
-    if made_by and not is_there(made_by):
-        return size_of(made_by) if hasattr(made_by.config, "model") else None
-    return size_at(place)
+    if made_by is None or is_there(made_by):
+        return size_at(place)
+    return size_of(made_by) if hasattr(made_by.config, "model") else _created(made_by)
+
+
+def _created(step: Step) -> Size:
+    """Of a model that `create` will make."""
+    vocabulary = next((each.config.vocab_size for each in in_line(step) if each.stage == "tokenizer"), step.config.vocab_size)
+    return size_created(step.config, vocabulary)
+
+
+@cache
+def size_created(config: create.Config, vocabulary: int) -> Size:
+    return size_by(create.architecture(config, vocabulary))
 
 
 @cache
 def size_at(place: str) -> Size | None:
     """Of a model in a folder or on the Hub, by its config alone; None where it cannot be had."""
-    import torch
-    from transformers import AutoConfig, AutoModelForSeq2SeqLM
+    from transformers import AutoConfig
 
     inside = Path(place) / "model"
     try:
-        config = AutoConfig.from_pretrained(inside if (inside / "config.json").is_file() else place)
-        with torch.device("meta"):
-            model = AutoModelForSeq2SeqLM.from_config(config)
+        return size_by(AutoConfig.from_pretrained(inside if (inside / "config.json").is_file() else place))
     except (OSError, ValueError):
         return None
+
+
+def size_by(config: Any) -> Size:
+    """Of a model of this config, which need not be anywhere."""
+    import torch
+    from transformers import AutoModelForSeq2SeqLM
+
+    with torch.device("meta"):
+        model = AutoModelForSeq2SeqLM.from_config(config)
     encoder, decoder = model.get_encoder(), model.get_decoder()
     attention = config.num_heads * config.d_kv if hasattr(config, "d_kv") else config.hidden_size
-    return Size(_parameters(encoder), _parameters(decoder), _layers(encoder), _layers(decoder), attention)
+    return Size(
+        _parameters(encoder), _parameters(decoder), _layers(encoder), _layers(decoder), attention,
+        config.vocab_size, sum(parameter.numel() for parameter in model.parameters()),
+    )  # fmt: skip
 
 
 def _parameters(stack: Any) -> int:

@@ -240,7 +240,7 @@ def located(steps: Sequence[Step], root: str) -> dict[str, Step]:
     """The steps of a run in folders named after what they make, each by the folder it would have in that run."""
     moved: dict[Any, Step] = {}
     for step in steps:
-        inputs = {name: moved[value] for name, value in _places(step.config).items() if value in moved}
+        inputs = {name: moved[value] for name, value in places(step.config).items() if value in moved}
         config = dataclasses.replace(step.config, **{name: source.config.output for name, source in inputs.items()})
         moved[step.config.output] = placed(Step(step.stage, config, tuple(inputs.values())), root)
     return moved
@@ -249,7 +249,7 @@ def located(steps: Sequence[Step], root: str) -> dict[str, Step]:
 def placed(step: Step, root: str) -> Step:
     """The step in a folder named after all that determines what will be in it, wherever the root is."""
     made = {need.config.output: Path(need.config.output).name for need in step.needs}
-    read = {name: made.get(value, value) for name, value in _places(step.config).items()}
+    read = {name: made.get(value, value) for name, value in places(step.config).items()}
     making = json.dumps(_canonical([step.stage, step.config.identity(), read]), sort_keys=True)
     place = Path(root) / "steps" / f"{step.stage}-{hashlib.sha256(making.encode()).hexdigest()[:12]}"
     return Step(step.stage, dataclasses.replace(step.config, output=str(place)), step.needs)
@@ -264,7 +264,7 @@ def _canonical(value: Any) -> Any:
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _places(config: Any) -> dict[str, Any]:
+def places(config: Any) -> dict[str, Any]:
     found = {field.name: getattr(config, field.name) for field in dataclasses.fields(config) if field.name in PLACES}
     return {name: place for name, place in found.items() if place}
 

@@ -1,0 +1,309 @@
+"""What a recipe will take on machines of some kind, before it is run: time, memory, storage and money of every stage.
+
+Time is the FLOPs of the paper's appendix (`studies.cost`) over those per second that a stage reached where it was measured, and,
+one after the other with it, what one process does alone: it reads rows in `prepare`, and it computes the SHA-256 of everything
+that a stage reads and writes. Several GPUs are taken to be as fast as one is, times their number: the time is a lower bound.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, NamedTuple
+
+from calibeam import display, pipeline, recipe, shards, stages
+from calibeam.pipeline import Step
+from calibeam.records import CalibeamError
+from calibeam.studies import cost
+from calibeam.studies.cost import Data, Size
+from calibeam.studies.plan import places
+from calibeam.tasks.task import SPLITS
+
+GIB = 2**30
+HELD_OUT = 10_000
+"""Examples of a split that nobody has counted."""
+
+PREPARE = 4.4e6
+"""Characters that `prepare` reads in a second: 7,810 rows of 560 (docs/reliability.md)."""
+HASH = 1.0e9
+"""Bytes that one core computes the SHA-256 of in a second."""
+BYTES_PER_CHARACTER, BYTES_PER_OUTPUT_TOKEN = 0.51, {"decode": 2.9, "score": 3.4}
+"""In the store, after compression; the demo's, whose outputs have 11 tokens."""
+HOST_BYTES_PER_ROW, HOST_BYTES_PER_TOKEN, HOST_BYTES_PER_OUTPUT_TOKEN = 200, 36, 144
+"""Of memory: `prepare` knows rows again, fine-tuning and calibration hold the ids of tokens, and `calibrate` all candidates."""
+
+TRAINING = ("pretrain", "finetune", "calibrate")
+TRAINED = {"adamw": 16, "adafactor": 8}
+"""Bytes per parameter while it is trained: weights and gradients in float32, and the optimizer's own."""
+REFERENCE = 4
+"""The same of the frozen copy that `calibrate` has."""
+ACTIVATIONS = {"pretrain": 53, "finetune": 53, "calibrate": 14, "score": 6}
+"""Bytes per token, layer and dimension; what was measured on PEGASUS LARGE, less weights and the optimizer's."""
+
+
+class Measurement(NamedTuple):
+    """How many examples a stage did in a second, of which lengths, with a model of which size."""
+
+    stage: str
+    per_second: float
+    size: str
+    source_length: float
+    target_length: float
+    settings: dict[str, Any]
+
+
+class Machine(NamedTuple):
+    """A GPU, or all cores of a machine without one."""
+
+    memory: float
+    """Bytes."""
+    measured: tuple[Measurement, ...]
+    where: str
+    faster: float = 1.0
+    """Times as fast as what was measured."""
+
+
+ON_H200 = (
+    Measurement("pretrain", 212_000 / 640, "large", 512, 128, {"max_steps": 1, "batch_size": 1, "files": ()}),
+    Measurement("decode", 3462 / 15, "large", 512, 64, {"num_candidates": 15}),
+    Measurement("score", 283, "large", 512, 64, {}),
+    Measurement("calibrate", 136, "large", 512, 64, {"loss": "list_rank"}),
+)
+"""bfloat16, PEGASUS LARGE, as in the README ("How fast"): benchmarks/pretrain.py, decode.py and step.py, of which the list of 15
+candidates that share nothing. Fine-tuning is taken as pretraining, and evaluation as decoding."""
+ON_TWO_CORES = (
+    Measurement("decode", 1400 / 49.3, "demo", 122, 13.6, {"num_candidates": 15}),
+    Measurement("score", 1400 / 15.8, "demo", 122, 13.6, {}),
+    Measurement("calibrate", 1400 / 109.4, "demo", 122, 13.6, {"loss": "reward"}),
+)
+"""float32, the demo (`make demo`), validation of `calibrate` included. Training by likelihood is taken as calibration."""
+MACHINES = {
+    "h200": Machine(141e9, ON_H200, "one H200"),
+    "h100": Machine(80e9, ON_H200, "one H200, at the same rate"),
+    "a100": Machine(80e9, ON_H200, "one H200, and slower as its peak is", 312 / 989),
+    "cpu": Machine(8e9, ON_TWO_CORES, "two CPU cores"),
+}
+LIKE = {"finetune": ("pretrain", "calibrate"), "pretrain": ("calibrate",), "evaluate": ("decode",)}
+"""Whose rate a stage has that was not measured."""
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of a stage. Bytes, seconds, GPU hours; the money if a price was named."""
+
+    stage: str
+    flops: float
+    gpus: int
+    seconds: float
+    seconds_alone: float
+    """Of these: while one process works and the GPUs wait."""
+    gpu_hours: float
+    money: float | None
+    gpu_memory: float
+    host_memory: float
+    storage: float
+    shards: int
+    limit: str
+    """What more GPUs would not change, or what does not fit."""
+
+
+def forecast(
+    tables: dict[str, Any], *, gpu: str = "h200", gpus: int = 1, sources: int | None = None, price: float | None = None
+) -> list[Forecast]:
+    """The stages of the recipe in order, as if nothing of it were there, but for those that take next to nothing."""
+    if gpu not in MACHINES:
+        raise CalibeamError(f"--gpu must be one of {', '.join(MACHINES)}, got {gpu!r}")
+    machine, found, written = MACHINES[gpu], list[Forecast](), dict[str, float]()
+    steps = [step for step in linked(pipeline.plan(tables)) if step.stage in {"prepare", *cost.FLOPS}]
+    rows = _data(steps, sources)
+    for step in steps:
+        data = (cost.data_of(step) if step.stage == "pretrain" else None) or rows
+        size = _size(step) if step.stage in cost.FLOPS else None
+        flops = cost.flops_of(step, size, data) if size else 0.0
+        storage, most = _storage(step, size, data), _most_gpus(step, data)
+        used = min(gpus, most) if flops else 1
+        working = flops / (used * rate(gpu, step.stage)) if flops else 0.0
+        read = sum(written.get(need.config.output, 0.0) for need in step.needs)
+        alone = (storage + read) / HASH + (_characters(data) / PREPARE if step.stage == "prepare" else 0.0)
+        written[step.config.output] = storage
+        gpu_memory, host_memory = _gpu_memory(step, size, data, gpu), _host_memory(step, data)
+        limits = [
+            f"no more than {most:,} GPUs have work" if flops and gpus > most else "",
+            "one process works longer than the GPUs" if 60 < alone > working else "",
+            f"{_bytes(gpu_memory)} do not fit in a GPU of {_bytes(machine.memory)}" if gpu_memory > machine.memory else "",
+            f"one process holds {_bytes(host_memory)}" if host_memory > 256 * GIB else "",
+        ]
+        hours = used * (working + alone) / 3600 if flops else 0.0
+        found.append(Forecast(
+            step.stage, flops, used if flops else 0, working + alone, alone, hours, None if price is None else hours * price,
+            gpu_memory, host_memory, storage, _shards(step, data), "; ".join(filter(None, limits)),
+        ))  # fmt: skip
+    return found
+
+
+def linked(steps: Iterable[Step]) -> list[Step]:
+    """The steps of a run, each with those that it reads from."""
+    made: dict[str, Step] = {}
+    for step in steps:
+        needs = tuple(made[place] for place in places(step.config).values() if place in made)
+        made[step.config.output] = Step(step.stage, step.config, needs)
+    return [*made.values()]
+
+
+@cache
+def rate(gpu: str, stage: str) -> float:
+    """FLOPs per second that a stage reaches, by the same formula that predicts it."""
+    machine = MACHINES[gpu]
+    by_stage = {each.stage: each for each in machine.measured}
+    measured = next(by_stage[name] for name in (stage, *LIKE.get(stage, ())) if name in by_stage)
+    decoding = Step("decode", _config("decode", {"num_candidates": 15}))
+    step = Step(measured.stage, _config(measured.stage, measured.settings), () if measured.stage == "decode" else (decoding,))
+    data = Data({"train": 1, "validation": 0}, measured.source_length, measured.target_length)
+    return machine.faster * measured.per_second * cost.flops_of(step, _size_named(measured.size), data)
+
+
+def _config(stage: str, settings: dict[str, Any]) -> Any:
+    """With nothing at the places that it reads and writes."""
+    kind = stages.load(stage).Config
+    places = {field.name: "-" for field in dataclasses.fields(kind) if field.default is dataclasses.MISSING}
+    return kind(**places | settings)
+
+
+def _size_named(name: str) -> Size:
+    if name == "demo":
+        return cost.size_created(_config("create", {"decoder_layers": 2}), 8192)
+    return cost.size_created(_config("create", {"size": name}), 96_103)
+
+
+def _size(step: Step) -> Size:
+    size = cost.size_of(step)
+    if size is None:
+        raise CalibeamError(f"{step.config.model} cannot be read, so its size is not known: name a folder, or a [create] table")
+    return size
+
+
+def _data(steps: Sequence[Step], sources: int | None) -> Data:
+    """As prepared, or as the paper has it; else as long as the recipe allows. `sources` says how many to train on."""
+    prepare, decode = (next(step for step in steps if step.stage == name) for name in ("prepare", "decode"))
+    known = cost.data_of(prepare)
+    if known is None and sources is None:
+        raise CalibeamError("how many sources? Run prepare first, name a task, or say --sources")
+    data = known or Data({}, decode.config.max_source_length, decode.config.max_new_tokens)
+    limits = {split: getattr(prepare.config, f"max_{split}") for split in SPLITS}
+    counts = {split: min(filter(None, (data.examples.get(split, HELD_OUT), limits[split]))) for split in SPLITS}
+    return data._replace(examples={**counts, "train": sources or counts["train"]})
+
+
+def _characters(data: Data) -> float:
+    return sum(data.examples.values()) * cost.CHARACTERS_PER_TOKEN * (data.source_length + data.target_length)
+
+
+def _candidates(step: Step) -> int:
+    decode = next((each for each in cost.in_line(step) if each.stage == "decode"), None)
+    return decode.config.num_candidates if decode else 0
+
+
+def _examples(step: Step, data: Data) -> int:
+    return data.examples[next(each.config.split for each in cost.in_line(step) if each.stage == "decode")]
+
+
+def _shards(step: Step, data: Data) -> int:
+    return -(-_examples(step, data) // shards.SIZE) if step.stage in BYTES_PER_OUTPUT_TOKEN else 0
+
+
+def _most_gpus(step: Step, data: Data) -> int:
+    """That have anything to do: one takes a shard, or an example of a batch, at a time."""
+    return _shards(step, data) or getattr(step.config, "batch_size", 0) or 1
+
+
+def _storage(step: Step, size: Size | None, data: Data) -> float:
+    if step.stage == "prepare":
+        return _characters(data) * BYTES_PER_CHARACTER
+    if step.stage in BYTES_PER_OUTPUT_TOKEN:
+        _, target = cost.lengths_of(step, data)
+        return _examples(step, data) * _candidates(step) * target * BYTES_PER_OUTPUT_TOKEN[step.stage]
+    return 4.0 * size.all_parameters if size and step.stage in TRAINING else 0.0
+
+
+def _gpu_memory(step: Step, size: Size | None, data: Data, gpu: str) -> float:
+    config = step.config
+    if size is None:
+        return 0.0
+    source, target = cost.lengths_of(step, data)
+    cell = size.attention_size * (size.encoder_layers + size.decoder_layers) / 2
+    if step.stage in TRAINING:
+        sequences = _candidates(step) + 1 if step.stage == "calibrate" else 1
+        tokens = config.micro_batch_size * (source + sequences * target)
+        each = TRAINED[config.optimizer] + (REFERENCE if step.stage == "calibrate" else 0)
+        return each * size.all_parameters + ACTIVATIONS[step.stage] * tokens * cell
+    number = 4 if gpu == "cpu" else 2  # bytes of one
+    if step.stage == "score":
+        tokens = config.batch_size * (source + (_candidates(step) + 1) * target)
+        return number * size.all_parameters + ACTIVATIONS["score"] * tokens * cell
+    candidates = max(config.num_candidates) if step.stage == "evaluate" else config.num_candidates
+    slots = getattr(config, "batch_size", 0) or max(1, (256 if gpu == "cpu" else 2048) // candidates)
+    positions = config.max_source_length + candidates * config.max_new_tokens
+    kept = 2 * number * size.decoder_layers * size.attention_size * positions  # keys and values
+    return number * size.all_parameters + slots * (kept + 8 * candidates * size.vocabulary)
+
+
+def _host_memory(step: Step, data: Data) -> float:
+    if step.stage == "prepare":
+        return HOST_BYTES_PER_ROW * float(sum(data.examples.values()))
+    source, target = cost.lengths_of(step, data)
+    outputs = HOST_BYTES_PER_OUTPUT_TOKEN * _candidates(step) * target if step.stage == "calibrate" else 0.0
+    each = HOST_BYTES_PER_TOKEN * (source + target) + outputs
+    return data.examples["train"] * each if step.stage in ("finetune", "calibrate") else 0.0
+
+
+def show(found: Sequence[Forecast], gpu: str, gpus: int) -> None:
+    display.table(
+        f"{gpus:,} x {gpu}",
+        ("stage", "FLOPs", "GPUs", "time", "GPU hours", "cost", "GPU memory", "host memory", "store", "shards"),
+        [
+            (
+                each.stage, f"{each.flops:.2g}" if each.flops else "", each.gpus or "", _time(each.seconds),
+                f"{each.gpu_hours:,.1f}" if each.gpus else "", "" if each.money is None else f"{each.money:,.0f}",
+                _bytes(each.gpu_memory), _bytes(each.host_memory), _bytes(each.storage),
+                f"{each.shards:,}" if each.shards else "",
+            )
+            for each in found
+        ],
+    )  # fmt: skip
+    slowest = max(found, key=lambda each: each.seconds)
+    seconds = sum(each.seconds for each in found)
+    display.say(
+        f"In all: {_time(seconds)}, {sum(each.gpu_hours for each in found):,.1f} GPU hours, "
+        f"{_bytes(sum(each.storage for each in found))} of storage. "
+        f"The bottleneck is {slowest.stage}: {slowest.seconds / seconds:.0%} of the time, {_why(slowest)}.",
+        style="bold",
+    )
+    for each in found:
+        if each.limit:
+            display.say(f"{each.stage}: {each.limit}")
+    display.say(f"By rates measured on {MACHINES[gpu].where}; several GPUs as fast as one, times their number: a lower bound.")
+
+
+def _why(each: Forecast) -> str:
+    return "most of it one process" if each.seconds_alone > each.seconds / 2 else "most of it the model"
+
+
+def as_json(found: Sequence[Forecast]) -> str:
+    return json.dumps([recipe.plain(dataclasses.asdict(each)) for each in found], indent=2)
+
+
+def _time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    for size, name in ((86_400, "days"), (3600, "h")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.1f} {name}"
+    return f"{seconds / 60:.0f} min"
+
+
+def _bytes(value: float) -> str:
+    sizes = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"))
+    return next((f"{value / size:.1f} {name}" for size, name in sizes if value >= size / 10), "")

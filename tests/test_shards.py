@@ -1,0 +1,200 @@
+"""Shards by workers of a real Ray cluster, some of which die: the bytes that one process writes."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import calibeam
+from calibeam import seq2seq, shards, store
+from calibeam.records import CalibeamError
+from calibeam.seq2seq import Seq2Seq
+from calibeam.stages import decode, prepare, score
+from conftest import sentence, tiny_model
+
+COUNT, SIZE = 81, 2
+NUMBER = 41
+SETTINGS: dict[str, Any] = {
+    "method": "nucleus", "top_p": 0.9, "num_candidates": 4, "max_new_tokens": 12, "max_source_length": 20, "device": "cpu",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_shards() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shards, "SIZE", SIZE)
+        yield
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("shards")
+    rows = [{"id": f"row-{i}", "source": sentence(i, 3 + 5 * i % 19), "target": sentence(i, 4)} for i in range(COUNT)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = str(folder / "rows.jsonl")
+    data = prepare.run(prepare.Config(output=str(folder / "data"), train=file, validation=file, max_validation=1))
+    seq2seq.save(Seq2Seq(tiny_model("t5", 0, len(tokenizer)), tokenizer), folder / "model")
+    return {"data": str(data), "model": str(folder / "model")}
+
+
+@pytest.fixture(scope="module")
+def in_process(places: dict[str, str]) -> Path:
+    return decode.run(decode.Config(output=str(Path(places["data"]).with_name("decode")), **places, **SETTINGS))
+
+
+@pytest.fixture
+def cluster() -> Iterator[Any]:
+    """A head without room for workers, and two nodes with room for one each."""
+    short = tempfile.mkdtemp(prefix="r-", dir="/tmp")  # the names of sockets must be short
+    memory = {"object_store_memory": 80 * 2**20}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_TMPDIR", short)
+        patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("RAY_AUTH_MODE", "token")
+        patch.setenv("RAY_AUTH_TOKEN", secrets.token_hex(32))
+        patch.setenv("PYTHONPATH", f"{Path(calibeam.__file__).parents[1]}:{Path(__file__).parent}")
+        ray = pytest.importorskip("ray")
+        from ray.cluster_utils import Cluster
+
+        quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 1000, "health_check_failure_threshold": 3}
+        started = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": quick, **memory},
+        )
+        for _ in range(2):
+            started.add_node(num_cpus=1, **memory)
+        ray.init(address=started.address, log_to_driver=False)
+        yield started
+        ray.shutdown()
+        started.shutdown()
+    shutil.rmtree(short, ignore_errors=True)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.glob("*.parquet")}
+
+
+def workers(node: Any) -> list[int]:
+    """The processes of a node that make shards."""
+    import psutil
+
+    raylet = psutil.Process(node.all_processes["raylet"][0].process.pid)
+    return [child.pid for child in raylet.children() if "MapWorker" in " ".join(child.cmdline())]
+
+
+def disturb(folder: Path, events: list[tuple[int, Callable[[], object]]]) -> threading.Thread:
+    """When so many shards are there, something happens."""
+
+    def watch() -> None:
+        for number, event in events:
+            while len(list(folder.glob("*.parquet"))) < number:
+                time.sleep(0.005)
+            event()
+
+    thread = threading.Thread(target=watch, daemon=True)
+    thread.start()
+    return thread
+
+
+def pairs_of_letters(candidates: Any, targets: Any) -> Any:
+    """A similarity of the user's own."""
+    import torch
+
+    return torch.tensor([
+        [float(len(set(pairwise(text)) & set(pairwise(wanted)))) for text in texts]
+        for texts, (wanted,) in zip(candidates.texts, targets.texts, strict=True)
+    ])  # fmt: skip
+
+
+def test_a_worker_and_a_node_die_and_nothing_is_lost_or_different(
+    cluster: Any, places: dict[str, str], in_process: Path, tmp_path: Path
+) -> None:
+    """Then a run of the command line is told to stop, and the other engine finishes it; then candidates are scored."""
+    config = decode.Config(output=str(tmp_path / "decode"), engine="ray", workers=2, **places, **SETTINGS)
+    first, second = cluster.worker_nodes
+    partial, died = tmp_path / ".decode.partial", dict[str, Any]()
+
+    def kill() -> None:
+        died["worker"] = workers(first)
+        for process in died["worker"]:
+            os.kill(process, signal.SIGKILL)
+
+    def remove() -> None:
+        died["done"] = len(list(partial.glob("*.parquet")))
+        died["node"] = workers(second)
+        cluster.remove_node(second, allow_graceful=False)
+
+    thread = disturb(partial, [(3, kill), (8, remove)])
+    folder = decode.run(config)
+    thread.join(1)
+    assert len(died["worker"]) == len(died["node"]) == 1
+    assert died["done"] < NUMBER
+    assert len(contents(in_process)) == NUMBER
+    assert contents(folder) == contents(in_process)
+    found, expected = (store.read(each, "decode").manifest for each in (folder, in_process))
+    assert (found["counts"], found["digest"]) == (expected["counts"], expected["digest"])
+    assert found["counts"]["sources"] == COUNT
+
+    stopped = tmp_path / "stopped"
+    settings = [f"{key}={value}" for key, value in {**places, **SETTINGS, "output": stopped, "engine": "ray"}.items()]
+    code = f"import calibeam.shards as s; s.SIZE = {SIZE}; import calibeam.cli; calibeam.cli.main()"
+    with subprocess.Popen(  # noqa: S603
+        [sys.executable, "-c", code, "decode", *settings], env={**os.environ, "RAY_ADDRESS": cluster.address}
+    ) as child:
+        disturb(tmp_path / ".stopped.partial", [(3, lambda: child.send_signal(signal.SIGTERM))])
+        assert child.wait(60) == 128 + signal.SIGTERM
+    left = {file.name: file.stat().st_mtime_ns for file in (tmp_path / ".stopped.partial").glob("*.parquet")}
+    assert 3 <= len(left) < NUMBER
+    decode.run(decode.Config(output=str(stopped), **places, **SETTINGS))
+    assert contents(stopped) == contents(in_process)
+    assert {name: (stopped / name).stat().st_mtime_ns for name in left} == left
+
+    similar = {"candidates": str(in_process), "device": "cpu", "similarity": pairs_of_letters, **places}
+    scored = [score.run(score.Config(output=str(tmp_path / engine), engine=engine, **similar)) for engine in shards.ENGINES]
+    assert contents(scored[0]) == contents(scored[1])
+    counts = [store.read(each, "score").manifest["counts"] for each in scored]
+    assert counts[0] == counts[1]
+    assert 0 < counts[0]["likelihood_agrees"] < 1
+
+
+class Deadly:
+    """A maker whose worker dies."""
+
+    def inputs(self, number: int) -> dict[str, Any]:
+        return {f"row-{number}": ""}
+
+    def make(self, inputs: dict[str, Any], advance: Callable[..., None]) -> Any:
+        raise MemoryError
+
+
+def test_a_worker_says_what_a_user_can_mend(tmp_path: Path) -> None:
+    table, versions = store.Shards(tmp_path, "candidates", store.CANDIDATES), store.versions()
+    worker = shards.Worker(Deadly(), table, 1, versions)  # type: ignore[arg-type]
+    for _ in range(shards.MOST_TRIES):
+        with pytest.raises(MemoryError):
+            worker({"shard": 7})
+    assert "shard 7 was begun 5 times, and each time its worker died" in worker({"shard": 7})["problem"]
+    other = shards.Worker(Deadly(), table, 1, {**versions, "torch": "1.0"})  # type: ignore[arg-type]
+    assert "and 1.0 where the run was started" in other({"shard": 0})["problem"]
+    away = store.Shards(tmp_path / "elsewhere", "candidates", store.CANDIDATES)
+    assert "must have the same storage" in shards.Worker(Deadly(), away, 1, versions)({"shard": 0})["problem"]  # type: ignore[arg-type]
+
+
+def test_without_ray_the_extra_is_named(places: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(CalibeamError, match=r"calibeam\[ray\]"):
+        decode.run(decode.Config(output=str(tmp_path / "out"), engine="ray", **places, **SETTINGS))
