@@ -2,9 +2,11 @@
 
     python benchmarks/load.py [ROWS ...]
 
-prepare reads a JSON lines file of that many rows. What decode and score do besides the model, on the folder that prepare wrote:
-reading sources in shards, writing candidates (4 of 12 tokens each) or their scores, counting, sealing, and verifying what
-they read. Each in a process of its own, whose largest memory is told; that of Python with what calibeam imports is beside it.
+prepare reads a JSON lines file of that many rows. What decode, score and evaluate do besides the model, on the folder that
+prepare wrote: reading sources in shards, writing candidates (4 of 12 tokens each), their scores or their tokens, measuring
+outputs, drawing samples for intervals, counting, sealing, and verifying what they read. report is the stage itself, with one
+evaluation on both sides. Each in a process of its own, whose largest memory is told; that of Python with what calibeam imports
+is beside it.
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from typing import Any
 
 from calibeam import display, store
 from calibeam.paper.metrics import pair_agreement
+from calibeam.paper.official import METRICS
 from calibeam.recipe import StageConfig
-from calibeam.stages import prepare
+from calibeam.stages import evaluate, prepare, report
 from calibeam.stages.decode import SHARD
 
+WAY = evaluate.Way("beam", 4, 0.0)
 WORDS = [f"word{i}" for i in range(5000)]
 Row = dict[str, Any]
 
@@ -58,7 +62,7 @@ def decoded(folder: Path) -> None:
 
     sources = ((example.id, example.source) for example in data.stream_examples("train"))
     candidates = 0
-    with make_output(folder, "decode", data).writing(resume=True) as output:
+    with make_output(folder, "decode", data=data).writing(resume=True) as output:
         for rows in output.shards("candidates", sources, store.CANDIDATES, make, size=SHARD):
             candidates += sum(len(row["log_p"]) for row in rows)
         output.counts["candidates"] = candidates
@@ -74,17 +78,46 @@ def scored(folder: Path) -> None:
             yield example.id, (example, row)
 
     def make(some: list[tuple[str, tuple[Any, Row]]]) -> list[Row]:
-        return [{**row, "similarity": [float(len(text)) for text in row["texts"]]} for _, (_, row) in some]
+        return [{**row, "similarity": [float(ord(text[0]) % 7) for text in row["texts"]]} for _, (_, row) in some]
 
     agreeing = 0.0
-    with make_output(folder, "score", decoding).writing(resume=True) as output:
+    with make_output(folder, "score", data=data, candidates=decoding).writing(resume=True) as output:
         for rows in output.shards("scored", pairs(), store.SCORED, make, size=SHARD):
             agreeing += sum(pair_agreement(row["log_p"], row["similarity"])[0] for row in rows)
         output.counts["agreeing"] = agreeing
 
 
-def make_output(folder: Path, kind: str, source: store.Folder) -> store.Output:
-    return store.Output(kind, StageConfig(output=str(folder / kind)), {"source": source})
+def evaluated(folder: Path) -> None:
+    data, scoring = store.read(folder / "prepare", "prepare"), store.read(folder / "score", "score")
+    tokens = {"pieces": [["word"] * 12] * 4, "token_log_p": [[-0.5] * 12] * 4, "setting": WAY.name}
+    measured_by = {name: METRICS[name] for name in evaluate.ALWAYS}
+
+    def make(some: list[tuple[str, Row]]) -> list[Row]:
+        return [{**row, **tokens, "rouge": row["similarity"]} for _, row in some]
+
+    rows = ((row["id"], row) for row in scoring.stream("scored", store.SCORED))
+    count = data.count("train")
+    config = evaluate.Config(data=str(data.path), model="none", output=str(folder / "evaluate"), split="train")
+    output = store.Output("evaluate", config, {"data": data})
+    with output.writing(resume=True), display.Bar("evaluate", 3 * count) as bar:
+        shards = output.shards("candidates", rows, evaluate.CANDIDATES, make, size=SHARD)
+        found = evaluate.record(output, shards, data.stream_examples("train"), measured_by, bar)
+        result = {**WAY._asdict(), "length_alpha": 0.0, "setting": WAY.name, "signature": "", **found[WAY.name].figures()}
+        figures = {"split": "train", "examples": count, "perplexity": 1.0, "perplexity_signature": "", "settings": [result]}
+        output.write_json("results.json", {**figures, "reference_repetition_rate": 0.0, "reference_words": 0.0})
+
+
+def reported(folder: Path) -> None:
+    model = store.Folder(folder / "model", "", {})  # of which the page says only what is there
+    calibrated = make_output(folder, "calibrate", scored=store.read(folder / "score", "score"), model=model)
+    with calibrated.writing():
+        pass
+    sides = dict.fromkeys(("before", "after"), str(folder / "evaluate"))
+    report.run(report.Config(**sides, calibrated=str(calibrated.path), output=str(folder / "report")))
+
+
+def make_output(folder: Path, kind: str, **inputs: store.Folder) -> store.Output:
+    return store.Output(kind, StageConfig(output=str(folder / kind)), inputs)
 
 
 def nothing(folder: Path) -> None:
@@ -102,12 +135,14 @@ def main() -> None:
     for count in [int(number) for number in sys.argv[1:]] or [20_000, 200_000, 2_000_000]:
         folder = Path(tempfile.mkdtemp(prefix="calibeam-load-"))
         write(folder, count)
-        for work in (nothing, prepared, decoded, scored):
+        for work in (nothing, prepared, decoded, scored, evaluated, reported):
             told = context.Queue()
             process = context.Process(target=measure, args=(work, folder, told))
             process.start()
-            seconds, peak = told.get()
             process.join()
+            if process.exitcode:
+                sys.exit(process.exitcode)
+            seconds, peak = told.get()
             found.append((f"{count:,}", work.__name__, f"{seconds:.1f}", f"{count / seconds:,.0f}", f"{peak:,.0f}"))
             print(*found[-1], flush=True)
         shutil.rmtree(folder)

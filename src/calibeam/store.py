@@ -335,6 +335,7 @@ class Output:
     ) -> Iterator[list[dict[str, Any]]]:
         """The rows of every `size` items, each with its id: made and written as a table, or as an interrupted run wrote them.
 
+        `make` may go through the items several times over, and give a row of each every time.
         Rows are made of the items of one shard alone, so they are the same bits wherever a run was interrupted.
         """
         left = iter(items)
@@ -354,13 +355,13 @@ class Output:
             yield found
 
     def _table(self, name: str, ids: list[str], schema: pa.Schema) -> list[dict[str, Any]] | None:
-        """The rows of a table, if it is whole and has these ids."""
+        """The rows of a table, if it is whole and has these ids, once or several times over."""
         file = self.folder / f"{name}.parquet"
         try:
             rows = pq.read_table(file, schema=schema, page_checksum_verification=True).to_pylist()
         except (pa.ArrowException, OSError):
             return None
-        return rows if [row["id"] for row in rows] == ids else None
+        return rows if rows and [row["id"] for row in rows] == ids * (len(rows) // len(ids)) else None
 
     def write_json(self, name: str, value: Any) -> None:
         self.write_text(name, _json(value))

@@ -1,7 +1,8 @@
 """Decode held-out sources and measure: quality, repetition, length, perplexity, and calibration itself.
 
 Reads:   the folder written by prepare, a model, and the model whose states similarity is measured in
-Writes:  results.json: every figure with its interval and signature; outputs, candidates and statistics.parquet behind them
+Writes:  results.json: every figure with its interval and signature; behind them outputs, candidates and statistics, in shards
+         such as outputs-00000.parquet. A run that was interrupted goes on where it stopped
 Example: calibeam evaluate output=out/test data=out/data model=out/calibrate num_candidates=[1,5] 'metrics=["squad_qg"]'
 """
 
@@ -9,10 +10,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
@@ -24,7 +26,7 @@ from calibeam.paper.likelihood import perplexity
 from calibeam.paper.rouge import NEWLINE_MARK, ROUGE_KINDS, rouge
 from calibeam.recipe import option, plain
 from calibeam.records import CalibeamError, Example, Outputs
-from calibeam.stages.decode import check_output_length, check_search
+from calibeam.stages.decode import SHARD, check_output_length, check_search
 from calibeam.stages.score import BERTSCORE, SimilarityConfig
 from calibeam.tasks import TASKS
 
@@ -49,6 +51,21 @@ ALWAYS = ("rouge", "repetition")
 STATISTICS = pa.schema([
     ("setting", pa.string()), ("metric", pa.string()), ("id", pa.string()), ("statistics", pa.list_(pa.float64())),
 ])  # fmt: skip
+
+Encoded = tuple[Example, Sequence[int]]
+"""An example, and the token ids of its source."""
+
+
+class Way(NamedTuple):
+    """A way of decoding."""
+
+    method: str
+    num_candidates: int
+    alpha: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} {self.num_candidates}" + (f" alpha {self.alpha:g}" if self.alpha else "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,6 +109,10 @@ class Config(SimilarityConfig):
     def uses_bertscore(self) -> bool:
         return super().uses_bertscore or BERTSCORE in self.metrics
 
+    def ways(self) -> list[Way]:
+        """Each of them once."""
+        return [*dict.fromkeys(itertools.starmap(Way, itertools.product(self.methods, self.num_candidates, self.length_alphas)))]
+
     def search_options(self, method: str) -> dict[str, Any]:
         """The settings that belong to one method alone."""
         own = {"diverse_beam": ("groups", "diversity"), "nucleus": ("top_p",)}
@@ -101,6 +122,7 @@ class Config(SimilarityConfig):
 def run(config: Config, *, force: bool = False) -> Path:
     from calibeam import seq2seq
     from calibeam.stages.decode import check_lengths, load_for_inference
+    from calibeam.stages.score import targets_cut
 
     data = store.read(config.data, "prepare")
     model = store.read_model(seq2seq.locate(config.model))
@@ -111,33 +133,50 @@ def run(config: Config, *, force: bool = False) -> Path:
     if output.done:
         return output.path
     task = data.manifest["settings"].get("task", "")
-    examples = data.examples(config.split)[: config.max_examples or None]
     evaluated = load_for_inference(model.path, config.device)
     judge = load_for_inference(reference.path, config.device) if config.reference else evaluated
     check_lengths(evaluated, config.max_source_length, max(config.max_new_tokens, config.max_target_length))
-    sources, cut = evaluated.encode_sources([example.source for example in examples], config.max_source_length)
-    _, targets_cut = evaluated.encode_targets([t for e in examples for t in e.targets], config.max_target_length)
-    with output.writing():
-        bertscore = config.load_bertscore(encoder, [example.targets for example in examples], config.device)
+    there, cut = data.count(config.split), 0
+    total = min(config.max_examples or there, there)
+
+    def examples() -> Iterator[Example]:
+        return itertools.islice(data.stream_examples(config.split), total)
+
+    def sources() -> Iterator[tuple[str, Encoded]]:
+        nonlocal cut
+        left = examples()
+        while some := [*itertools.islice(left, SHARD)]:
+            tokens, cut_here = evaluated.encode_sources([example.source for example in some], config.max_source_length)
+            cut += cut_here
+            yield from ((example.id, (example, ids)) for example, ids in zip(some, tokens, strict=True))
+
+    with output.writing(resume=True):
+        targets = [example.targets for example in examples()] if config.bertscore_idf else []
+        bertscore = config.load_bertscore(encoder, targets, config.device)
         compares_by, measured_by = config.compares_by(bertscore), _metrics(config, task, encoder, bertscore)
-        results = [
-            _evaluate(evaluated, judge, examples, sources, config, compares_by, measured_by, method, num_candidates, alpha)
-            for method, num_candidates, alpha in itertools.product(config.methods, config.num_candidates, config.length_alphas)
-        ]
-        output.write_rows("outputs", (row for _, rows, _, _ in results for row in rows), OUTPUTS)
-        output.write_rows("candidates", with_tokens(evaluated, sources, [rows for _, _, rows, _ in results]), CANDIDATES)
-        output.write_rows("statistics", (row for _, _, _, rows in results for row in rows), STATISTICS)
+        with display.Bar(f"evaluate {config.split}", total * (2 * len(config.ways()) + 1)) as bar:
+
+            def make(some: Sequence[tuple[str, Encoded]]) -> list[dict[str, Any]]:
+                of_shard = [item for _, item in some]
+                rows = [_candidates(evaluated, judge, config, compares_by, way, of_shard, bar) for way in config.ways()]
+                return [*with_tokens(evaluated, [tokens for _, tokens in of_shard], rows, bar)]
+
+            shards = output.shards("candidates", sources(), CANDIDATES, make, size=SHARD)
+            found = record(output, shards, examples(), measured_by, bar)
         figures = {
             "split": config.split,
-            "examples": len(examples),
-            "perplexity": mean_perplexity(evaluated, examples, config.max_source_length, config.max_target_length),
+            "examples": total,
+            "perplexity": mean_perplexity(evaluated, examples(), config.max_source_length, config.max_target_length),
             "perplexity_signature": f"perplexity|per token, end token included|references:all|calibeam:{calibeam.__version__}",
-            "reference_repetition_rate": metrics.repetition_rate([t for e in examples for t in e.targets]),
-            "reference_words": _mean([len(target.split()) for e in examples for target in e.targets]),
-            "settings": [result for result, *_ in results],
+            **_of_references(examples()),
+            "settings": [_result(config, way, found[way.name]) for way in config.ways()],
         }
         output.write_json("results.json", figures)
-        output.counts |= {"examples": len(examples), "sources_cut": cut, "targets_cut": targets_cut}
+        output.counts |= {
+            "examples": total,
+            "sources_cut": cut,
+            "targets_cut": targets_cut(evaluated, examples(), config.max_target_length),
+        }
     show(f"{config.model} on {config.split}", figures)
     return output.path
 
@@ -197,16 +236,25 @@ class Validation:
         return 100 * metrics.geometric_mean(*(float(scores[kind][:, 2].mean()) for kind in ROUGE_KINDS))
 
 
-def mean_perplexity(model: Seq2Seq, examples: Sequence[Example], max_source_length: int, max_target_length: int) -> float:
+def mean_perplexity(model: Seq2Seq, examples: Iterable[Example], max_source_length: int, max_target_length: int) -> float:
     """Per token of every reference, end tokens included."""
-    pairs = [(example.source, target) for example in examples for target in example.targets]
-    sources, _ = model.encode_sources([source for source, _ in pairs], max_source_length)
-    targets, _ = model.encode_targets([target for _, target in pairs], max_target_length)
-    return perplexity_of(model, sources, targets)
+    pairs = ((example.source, target) for example in examples for target in example.targets)
+    total, count = 0.0, 0
+    while some := [*itertools.islice(pairs, SHARD)]:
+        sources, _ = model.encode_sources([source for source, _ in some], max_source_length)
+        targets, _ = model.encode_targets([target for _, target in some], max_target_length)
+        log_p, tokens = _log_p(model, sources, targets)
+        total, count = total + log_p, count + tokens
+    return perplexity(total, count)
 
 
 def perplexity_of(model: Seq2Seq, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> float:
     """The same of token ids."""
+    return perplexity(*_log_p(model, sources, targets))
+
+
+def _log_p(model: Seq2Seq, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> tuple[float, int]:
+    """log P of all targets together, and their tokens."""
     import torch
 
     from calibeam import seq2seq
@@ -220,96 +268,53 @@ def perplexity_of(model: Seq2Seq, sources: Sequence[Sequence[int]], targets: Seq
             target, target_mask = model.batch([targets[index] for index in batch])
             total += sequence_log_p(model.model, input_ids, mask, target[:, None], target_mask[:, None]).sum().item()
         tokens += int(target_mask.sum())
-    return perplexity(total, tokens)
+    return total, tokens
 
 
-def _evaluate(
+def _candidates(
     model: Seq2Seq,
     judge: Seq2Seq,
-    examples: Sequence[Example],
-    sources: Sequence[Sequence[int]],
     config: Config,
     compares_by: Callable[[Outputs, Outputs], Tensor],
-    measured_by: dict[str, official.Metric],
-    method: str,
-    num_candidates: int,
-    alpha: float,
-) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    """One way of decoding: its figures, its outputs, its candidates, and every metric's statistics of the outputs."""
-    from calibeam.stages.decode import decode_all
+    way: Way,
+    some: Sequence[Encoded],
+    bar: display.Bar,
+) -> list[dict[str, Any]]:
+    """What one way of decoding gives for some sources, compared with their references."""
+    from calibeam.stages.decode import decode_sources
     from calibeam.stages.score import similarities
 
-    name = f"{method} {num_candidates}" + (f" alpha {alpha:g}" if alpha else "")
-    settings = {
-        "method": method, "num_candidates": num_candidates, "length_alpha": alpha,
-        "max_new_tokens": config.max_new_tokens, "min_new_tokens": config.min_new_tokens,
-        **config.search_options(method),
-    }  # fmt: skip
-    rows = decode_all(
+    sources, targets = [tokens for _, tokens in some], [example.targets for example, _ in some]
+    rows = decode_sources(
         model,
-        [e.id for e in examples],
-        sources,
-        settings,
+        [(example.id, tokens) for example, tokens in some],
+        {
+            "method": way.method, "num_candidates": way.num_candidates, "length_alpha": way.alpha,
+            "max_new_tokens": config.max_new_tokens, "min_new_tokens": config.min_new_tokens,
+            **config.search_options(way.method),
+        },
+        bar,
+        source_length=max(map(len, sources)),
         seed=config.seed,
         batch_size=config.batch_size,
-        description=f"  {name}",
-    )
-    targets = [example.targets for example in examples]
-    texts = [row["texts"][0] for row in rows]
-    statistics = {name: metric.statistics(texts, targets) for name, metric in measured_by.items()}
-    scores = statistics["rouge"]
-    outputs = [
-        {
-            "setting": name, "id": row["id"], "output": text, "log_p": row["log_p"][0],
-            **dict(zip(ROUGE_KINDS, scores[place].tolist(), strict=True)),
-            "words": len(text.split()), "repeats": metrics.has_repetition(text),
-        }
-        for place, (row, text) in enumerate(zip(rows, texts, strict=True))
-    ]  # fmt: skip
-    similarity = similarities(
-        judge, compares_by, sources, targets, rows,
-        max_target_length=config.max_target_length, batch_size=32, description=f"  {name}: similarity",
     )  # fmt: skip
-    candidate_rouge = _candidate_rouge(rows, targets, config.newline)
-    means = dict(zip(ROUGE_KINDS, scores.mean(0).tolist(), strict=True))
-    signature = (
-        f"decoder:{method}|candidates:{num_candidates}|alpha:{alpha:g}|tokens:{config.min_new_tokens}-{config.max_new_tokens}|"
-        f"split:{config.split}|rouge:as rouge-score 0.1.2,F,stemmed,sentences by newline or {config.newline!r},best reference|"
-        f"similarity:{plain(config.similarity)}|seed:{config.seed}|calibeam:{calibeam.__version__}"
+    similarity = similarities(
+        judge, compares_by, sources, targets, rows, bar, max_target_length=config.max_target_length, batch_size=32
     )
-    result = {
-        "setting": name,
-        "method": method,
-        "num_candidates": num_candidates,
-        "length_alpha": alpha,
-        **means,
-        "r_m": metrics.geometric_mean(*means.values()),
-        "repetition_rate": metrics.repetition_rate(texts),
-        "words": _mean([row["words"] for row in outputs]),
-        **_agreement("similarity", rows, similarity),
-        **_agreement("rouge", rows, candidate_rouge),
-        "metrics": {name: _figures(metric, statistics[name]) for name, metric in measured_by.items()},
-        "signature": signature,
-    }
-    scored = zip(rows, similarity, candidate_rouge, strict=True)
-    how = {"setting": name, "method": method, "seed": config.seed}
-    candidates = [{**how, **row, "similarity": s, "rouge": r} for row, s, r in scored]
-    return result, outputs, candidates, [
-        {"setting": name, "metric": metric, "id": row["id"], "statistics": values}
-        for metric, table in statistics.items()
-        for row, values in zip(rows, table.tolist(), strict=True)
-    ]  # fmt: skip
+    how = {"setting": way.name, "method": way.method, "seed": config.seed}
+    scored = zip(rows, similarity, _candidate_rouge(rows, targets, config.newline), strict=True)
+    return [{**how, **row, "similarity": s, "rouge": r} for row, s, r in scored]
 
 
 def with_tokens(
-    model: Seq2Seq, sources: Sequence[Sequence[int]], settings: Sequence[Sequence[dict[str, Any]]]
+    model: Seq2Seq, sources: Sequence[Sequence[int]], settings: Sequence[Sequence[dict[str, Any]]], bar: display.Bar
 ) -> Iterator[dict[str, Any]]:
     """The candidates of every setting, each with its tokens and their log-probs.
 
     Settings find many of the same candidates, so those of a source are computed at once, each of them once.
     """
     distinct = [[*dict.fromkeys(tuple(ids) for row in rows for ids in row["token_ids"])] for rows in zip(*settings, strict=True)]
-    log_p = token_log_p(model, sources, distinct)
+    log_p = token_log_p(model, sources, distinct, bar)
     found = [dict(zip(ids, values, strict=True)) for ids, values in zip(distinct, log_p, strict=True)]
     for rows in settings:
         for row, values in zip(rows, found, strict=True):
@@ -321,7 +326,12 @@ def with_tokens(
 
 
 def token_log_p(
-    model: Seq2Seq, sources: Sequence[Sequence[int]], candidates: Sequence[Sequence[Sequence[int]]], *, together: int = 320
+    model: Seq2Seq,
+    sources: Sequence[Sequence[int]],
+    candidates: Sequence[Sequence[Sequence[int]]],
+    bar: display.Bar,
+    *,
+    together: int = 320,
 ) -> list[list[list[float]]]:
     """log P of every token of every candidate, some sources with at most so many candidates together."""
     import torch
@@ -332,7 +342,7 @@ def token_log_p(
 
     found: dict[int, list[list[float]]] = {}
     at_once = max(1, together // max(map(len, candidates), default=1))
-    for batch in display.track(batches_by_length(sources, at_once), "  tokens' log-probs"):
+    for batch in batches_by_length(sources, at_once):
         token_ids = square([[*candidates[index]] for index in batch])
         with torch.no_grad():
             ids, mask = (part.view(len(batch), len(token_ids[0]), -1) for part in model.batch([*itertools.chain(*token_ids)]))
@@ -340,7 +350,127 @@ def token_log_p(
             values = Forced(source, plant(model.model, ids, mask)).token_log_p().tolist()
         for index, of_source in zip(batch, values, strict=True):
             found[index] = [row[: len(tokens)] for row, tokens in zip(of_source, candidates[index], strict=False)]
+        bar.advance(len(batch))
     return [found[index] for index in range(len(candidates))]
+
+
+class Agreement:
+    """How the order by likelihood agrees with the order by quality: share of pairs, and mean Kendall tau."""
+
+    def __init__(self) -> None:
+        self._agreeing, self._pairs, self._taus = 0.0, 0, array("d")
+
+    def take(self, log_p: Sequence[float], quality: Sequence[float]) -> None:
+        agreeing, pairs = metrics.pair_agreement(log_p, quality)
+        self._agreeing, self._pairs = self._agreeing + agreeing, self._pairs + pairs
+        if (tau := metrics.kendall_tau(log_p, quality)) is not None:
+            self._taus.append(tau)
+
+    def figures(self, kind: str) -> dict[str, float | None]:
+        return {
+            f"{kind}_agreement": self._agreeing / self._pairs if self._pairs else None,
+            f"{kind}_kendall_tau": math.fsum(self._taus) / len(self._taus) if self._taus else None,
+        }
+
+
+class Measured:
+    """What one way of decoding came to: of every example, only its statistics are held, 8 bytes each."""
+
+    def __init__(self, measured_by: dict[str, official.Metric]) -> None:
+        self._measured_by, self._words = measured_by, 0
+        self._statistics: dict[str, list[np.ndarray]] = {name: [] for name in measured_by}
+        self._agreements = {kind: Agreement() for kind in ("similarity", "rouge")}
+
+    def take(self, rows: Sequence[dict[str, Any]], targets: Sequence[Sequence[str]]) -> dict[str, np.ndarray]:
+        """The statistics of some outputs by every metric."""
+        texts = [row["texts"][0] for row in rows]
+        found = {name: metric.statistics(texts, targets) for name, metric in self._measured_by.items()}
+        for name, table in found.items():
+            self._statistics[name].append(table)
+        for kind, agreement in self._agreements.items():
+            for row in rows:
+                agreement.take(row["log_p"], row[kind])
+        self._words += sum(len(text.split()) for text in texts)
+        return found
+
+    def figures(self) -> dict[str, Any]:
+        import numpy as np
+
+        statistics = {name: np.concatenate(tables) for name, tables in self._statistics.items()}
+        examples = len(statistics["rouge"])
+        means = dict(zip(ROUGE_KINDS, statistics["rouge"].mean(0).tolist(), strict=True))
+        return {
+            **means,
+            "r_m": metrics.geometric_mean(*means.values()),
+            "repetition_rate": float(statistics["repetition"].sum()) / 100 / examples,
+            "words": self._words / examples,
+            **self._agreements["similarity"].figures("similarity"),
+            **self._agreements["rouge"].figures("rouge"),
+            "metrics": {name: _figures(metric, statistics[name]) for name, metric in self._measured_by.items()},
+        }
+
+
+def record(
+    output: store.Output,
+    shards: Iterable[Sequence[dict[str, Any]]],
+    examples: Iterator[Example],
+    measured_by: dict[str, official.Metric],
+    bar: display.Bar,
+) -> dict[str, Measured]:
+    """Write the outputs and their statistics beside each shard of candidates; what every way of decoding came to."""
+    found: dict[str, Measured] = {}
+    done = 0
+    for number, shard in enumerate(shards):
+        ways = {name: [*rows] for name, rows in itertools.groupby(shard, key=lambda row: row["setting"])}
+        targets = [example.targets for example in itertools.islice(examples, len(shard) // len(ways))]
+        outputs: list[dict[str, Any]] = []
+        statistics: list[dict[str, Any]] = []
+        for name, rows in ways.items():
+            tables = found.setdefault(name, Measured(measured_by)).take(rows, targets)
+            outputs += [
+                {
+                    "setting": name, "id": row["id"], "output": row["texts"][0], "log_p": row["log_p"][0],
+                    **dict(zip(ROUGE_KINDS, scores, strict=True)),
+                    "words": len(row["texts"][0].split()), "repeats": bool(repeats),
+                }
+                for row, scores, (repeats,) in zip(
+                    rows, tables["rouge"].tolist(), tables["repetition"].tolist(), strict=True
+                )
+            ]  # fmt: skip
+            statistics += [
+                {"setting": name, "metric": metric, "id": row["id"], "statistics": values}
+                for metric, table in tables.items()
+                for row, values in zip(rows, table.tolist(), strict=True)
+            ]
+        output.write_rows(f"outputs-{number:05}", outputs, OUTPUTS)
+        output.write_rows(f"statistics-{number:05}", statistics, STATISTICS)
+        done += len(targets)
+        bar.reach(done * (2 * len(ways) + 1))
+    return found
+
+
+def _result(config: Config, way: Way, measured: Measured) -> dict[str, Any]:
+    signature = (
+        f"decoder:{way.method}|candidates:{way.num_candidates}|alpha:{way.alpha:g}|"
+        f"tokens:{config.min_new_tokens}-{config.max_new_tokens}|split:{config.split}|"
+        f"rouge:as rouge-score 0.1.2,F,stemmed,sentences by newline or {config.newline!r},best reference|"
+        f"similarity:{plain(config.similarity)}|seed:{config.seed}|calibeam:{calibeam.__version__}"
+    )
+    return {
+        "setting": way.name,
+        "method": way.method,
+        "num_candidates": way.num_candidates,
+        "length_alpha": way.alpha,
+        **measured.figures(),
+        "signature": signature,
+    }
+
+
+def _of_references(examples: Iterable[Example]) -> dict[str, Any]:
+    count = repeating = words = 0
+    for target in (target for example in examples for target in example.targets):
+        count, repeating, words = count + 1, repeating + metrics.has_repetition(target), words + len(target.split())
+    return {"reference_repetition_rate": repeating / count, "reference_words": words / count}
 
 
 def _metrics(
@@ -382,18 +512,3 @@ def _candidate_rouge(rows: Sequence[dict[str, Any]], targets: Sequence[Sequence[
     scores = rouge([text for text, _ in flat], [target for _, target in flat], newline=newline)
     mean = iter(np.mean([values[:, 2] for values in scores.values()], axis=0).tolist())
     return [list(itertools.islice(mean, len(row["texts"]))) for row in rows]
-
-
-def _agreement(kind: str, rows: Sequence[dict[str, Any]], quality: Sequence[Sequence[float]]) -> dict[str, float | None]:
-    """How the order by likelihood agrees with the order by quality: share of pairs, and mean Kendall tau."""
-    counts = [metrics.pair_agreement(row["log_p"], q) for row, q in zip(rows, quality, strict=True)]
-    taus = [metrics.kendall_tau(row["log_p"], q) for row, q in zip(rows, quality, strict=True)]
-    pairs = sum(count for _, count in counts)
-    return {
-        f"{kind}_agreement": sum(agreeing for agreeing, _ in counts) / pairs if pairs else None,
-        f"{kind}_kendall_tau": _mean([tau for tau in taus if tau is not None]),
-    }
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None

@@ -124,7 +124,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         def make(some: Sequence[tuple[str, tuple[Example, dict[str, Any]]]]) -> list[dict[str, Any]]:
             examples, rows = zip(*(pair for _, pair in some), strict=True)
             sources, _ = tuned.encode_sources([example.source for example in examples], decoding["max_source_length"])
-            scores = _similarities(
+            scores = similarities(
                 tuned, function, sources, [example.targets for example in examples], rows, bar,
                 max_target_length=longest, batch_size=config.batch_size,
             )  # fmt: skip
@@ -145,7 +145,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         output.counts |= {
             "split": split,
             **counts,
-            "targets_cut": _targets_cut(tuned, data.stream_examples(split), longest),
+            "targets_cut": targets_cut(tuned, data.stream_examples(split), longest),
             "likelihood_agrees": agreeing / compared if compared else None,
         }
     if compared:
@@ -153,7 +153,8 @@ def run(config: Config, *, force: bool = False) -> Path:
     return output.path
 
 
-def _targets_cut(tuned: Seq2Seq, examples: Iterator[Example], longest: int) -> int:
+def targets_cut(tuned: Seq2Seq, examples: Iterator[Example], longest: int) -> int:
+    """How many references are longer than that."""
     cut = 0
     while some := [*itertools.islice(examples, SHARD)]:
         cut += tuned.encode_targets([target for example in some for target in example.targets], longest)[1]
@@ -166,30 +167,12 @@ def similarities(
     sources: Sequence[Sequence[int]],
     targets: Sequence[Sequence[str]],
     rows: Sequence[dict[str, Any]],
-    *,
-    max_target_length: int,
-    batch_size: int,
-    description: str,
-) -> list[list[float]]:
-    """s(candidate, target) of every candidate of every row, the best over its references."""
-    with display.Bar(description, len(rows)) as bar:
-        return _similarities(
-            tuned, function, sources, targets, rows, bar, max_target_length=max_target_length, batch_size=batch_size
-        )
-
-
-def _similarities(
-    tuned: Seq2Seq,
-    function: Callable[[Outputs, Outputs], Tensor],
-    sources: Sequence[Sequence[int]],
-    targets: Sequence[Sequence[str]],
-    rows: Sequence[dict[str, Any]],
     bar: display.Bar,
     *,
     max_target_length: int,
     batch_size: int,
 ) -> list[list[float]]:
-    """The same under a bar that others use too."""
+    """s(candidate, target) of every candidate of every row, the best over its references."""
     import torch
 
     from calibeam.engine.packing import Source
