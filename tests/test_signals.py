@@ -9,16 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 import calibeam
-from calibeam import cli, display, seq2seq, signals, store
+from calibeam import display, seq2seq, signals, store
 from calibeam.records import CalibeamError
 from calibeam.seq2seq import Seq2Seq
 from calibeam.stages import calibrate, decode, evaluate, finetune, prepare, score
@@ -51,7 +49,6 @@ def work(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> Path:
 def small_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decode, "SHARD", 3)
     monkeypatch.setattr(score, "SHARD", 3)
-    monkeypatch.setattr(evaluate, "SHARD", 3)
 
 
 def run(work: Path, name: str, output: Path, **changes: Any) -> Path:
@@ -221,48 +218,6 @@ def test_fault_02_a_process_that_gets_sigterm_ends_with_143_and_says_how_to_go_o
     assert contents(run(work, "finetune", tmp_path / "out")) == contents(work / "whole" / "finetune")
 
 
-def in_a_process(output: Path, stage: str, settings: dict[str, Any], *, at: int = 0, number: int = 0) -> tuple[int, str]:
-    """The command line in a process of its own: its exit code, and what it said.
-
-    Just before the change `at` it halts by itself, so that a signal from outside comes at that very point.
-    """
-    said = output.with_suffix(".said")
-    pid = os.fork()
-    if pid == 0:
-        code, changes = 1, 0
-        try:
-            file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-            for stream in (1, 2):
-                os.dup2(file, stream)
-            sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)  # noqa: SIM115
-            display.console, display.errors = Console(width=200), Console(width=200, stderr=True)
-
-            def watch(event: str, arguments: tuple[Any, ...]) -> None:
-                nonlocal changes
-                if event in ("open", "os.rename", "os.remove", "os.mkdir") and f".{output.name}.partial" in str(arguments[0]):
-                    changes += 1
-                    if changes == at:
-                        os.kill(os.getpid(), signal.SIGSTOP)
-
-            sys.addaudithook(watch)
-            sys.argv = ["calibeam", stage, f"output={output}", *(f"{key}={value}" for key, value in settings.items())]
-            cli.main()
-        except SystemExit as end:
-            code = int(end.code or 0)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    status = os.waitpid(pid, os.WUNTRACED)[1]
-    if os.WIFSTOPPED(status):
-        os.kill(pid, number)
-        os.kill(pid, signal.SIGCONT)
-        status = os.waitpid(pid, 0)[1]
-    return os.waitstatus_to_exitcode(status), said.read_text()
-
-
 SEARCH = {"max_new_tokens": 6, "max_source_length": 20, "device": "cpu"}
 COMPARED = {"before": "{work}/cli/evaluate", "after": "{work}/cli/after", "calibrated": "{work}/whole/calibrate"}
 PLACES = {"data": "{work}/data", "model": "{work}/model"}
@@ -284,22 +239,48 @@ def settings_of(work: Path, stage: str) -> dict[str, Any]:
     return {key: value.format(work=work) if isinstance(value, str) else value for key, value in COMMANDS[stage][2].items()}
 
 
+Run = Callable[..., tuple[int, str]]
+
+
 @pytest.fixture(scope="module")
-def evaluated(work: Path) -> Path:
+def in_a_process() -> Iterator[Run]:
+    """The command line as in `signalled.py`: its exit code, and what it said."""
+    path = os.pathsep.join((str(Path(calibeam.__file__).parents[1]), str(Path(__file__).parent)))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, str(Path(__file__).parent / "signalled.py")]
+    with subprocess.Popen(line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603
+        assert server.stdin is not None
+        assert server.stdout is not None
+        asked, told = server.stdin, server.stdout
+
+        def ask(output: Path, stage: str, settings: dict[str, Any], *, at: int = 0, number: int = 0) -> tuple[int, str]:
+            said = output.with_suffix(".said")
+            line = [stage, f"output={output}", *(f"{key}={value}" for key, value in settings.items())]
+            asked.write(
+                json.dumps({"line": line, "watched": f".{output.name}.partial", "said": str(said), "at": at, "number": number})
+            )
+            asked.write("\n")
+            asked.flush()
+            return int(told.readline()), said.read_text()
+
+        yield ask
+        asked.close()
+
+
+@pytest.fixture(scope="module")
+def evaluated(work: Path, in_a_process: Run) -> Path:
     """What report and export read."""
     (work / "cli").mkdir()
     sides = {"evaluate": {}, "after": {"model": str(work / "whole/calibrate"), "reference": str(work / "model")}}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(evaluate, "SHARD", 3)
-        for name, more in sides.items():
-            code, said = in_a_process(work / "cli" / name, "evaluate", settings_of(work, "evaluate") | more)
-            assert code == 0, said
+    for name, more in sides.items():
+        code, said = in_a_process(work / "cli" / name, "evaluate", settings_of(work, "evaluate") | more)
+        assert code == 0, said
     return work
 
 
 @pytest.mark.parametrize("stage", COMMANDS)
 def test_fault_02_and_04_every_stage_ends_by_either_signal_and_goes_on_to_the_same_bytes(
-    stage: str, evaluated: Path, tmp_path: Path
+    stage: str, evaluated: Path, in_a_process: Run, tmp_path: Path
 ) -> None:
     """SIGTERM, then SIGINT at the same number of changes further on (or from the beginning), then to the end."""
     at, made, settings = COMMANDS[stage][0], evaluated / COMMANDS[stage][1], settings_of(evaluated, stage)
