@@ -198,9 +198,7 @@ def run(rows: Rows, case: Case, repeat: int) -> None:
         compare(rows, f"score, {name}", work, {"pair by pair": work.score_by_pairs, "calibeam": work.score}, repeat, at_once=1)
 
 
-def compare(
-    rows: Rows, case: str, work: Work, ways: dict[str, Callable[[], Tensor]], repeat: int, at_once: int = 0
-) -> None:
+def compare(rows: Rows, case: str, work: Work, ways: dict[str, Callable[[], Tensor]], repeat: int, at_once: int = 0) -> None:
     if not rows.wants(case):
         return
     at_once = at_once or work.case.accumulated

@@ -9,6 +9,7 @@ whatever it is at. `make crash-sweep` takes 60 points a stage, the tests a few.
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import os
 import shutil
@@ -35,7 +36,7 @@ ROWS = 24
 decode.shards.SIZE = 4
 
 
-def setup(work: Path) -> None:
+def setup(work: Path) -> Path:
     """Data, a model, its candidates and their scores."""
     rows = [{"id": f"row-{i}", "source": sentence(i, 6 + i % 7), "target": sentence(i, 3)} for i in range(ROWS)]
     (work / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -46,6 +47,7 @@ def setup(work: Path) -> None:
     for stage in ("decode", "score"):
         (work / "inputs").mkdir(exist_ok=True)
         STAGES[stage](work, work / "inputs" / stage)()
+    return work
 
 
 def stages(work: Path, output: Path, module: Any, **settings: Any) -> Callable[[], Path]:
@@ -79,6 +81,7 @@ def child(work: Path, run: Callable[[], Path], *, at: int = 0, after: float = 0.
     if pid == 0:
         status = 1
         try:
+            faulthandler.dump_traceback_later(300, exit=True)
             file = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             for stream in (1, 2):
                 os.dup2(file, stream)
@@ -176,7 +179,7 @@ def main() -> None:
     pyarrow.set_cpu_count(1)
     with tempfile.TemporaryDirectory(prefix="calibeam-crash-") as folder:
         work = Path(folder)
-        setup(work)
+        assert child(work, lambda: setup(work))[0] == 0, (work / "said").read_text()  # so that forks are from no thread's side
         found = [sweep(work, name, points) for name in sys.argv[2:] or STAGES]
     wrong = sum(result.get("wrong", 0) for result in found)
     print(f"{sum(result.get('killed', 0) for result in found)} kills, {wrong} wrong")

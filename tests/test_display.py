@@ -59,13 +59,6 @@ def test_a_table_prints_its_cells_as_they_are(capsys: pytest.CaptureFixture[str]
         assert text in out
 
 
-def test_track_gives_every_batch_and_counts_what_is_in_them(capsys: pytest.CaptureFixture[str]) -> None:
-    assert list(display.track([[1, 2], [3]], "[x] work\x1b")) == [[1, 2], [3]]
-    out = capsys.readouterr().out
-    assert "[x] work" in out
-    assert "3/3" in out
-
-
 def test_a_bar_says_how_much_is_done_in_a_second(capsys: pytest.CaptureFixture[str]) -> None:
     with display.Bar("work", 30) as bar:
         for _ in range(3):

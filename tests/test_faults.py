@@ -5,6 +5,7 @@ docs/reliability.md lists every fault with its promise and its tests; the number
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import resource
@@ -46,7 +47,7 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
     yield make
     if place.is_mount():
-        subprocess.run(["umount", str(place)], check=True)  # noqa: S603, S607
+        subprocess.run(["umount", "--lazy", str(place)], check=True)  # noqa: S603, S607
 
 
 @pytest.fixture
@@ -73,9 +74,9 @@ def prepared(output: Path, rows_file: Make, count: int = 8, **settings: Any) -> 
     return prepare.run(prepare.Config(output=str(output), train=file, validation=file, **settings))
 
 
-def tune(data: Path, model: Path, output: Path) -> Path:
+def tune(data: Path, model: Path, output: Path, **more: Any) -> Path:
     given = {"batch_size": 4, "max_steps": 2, "eval_steps": 1, "max_source_length": 24, "max_target_length": 8, "device": "cpu"}
-    return finetune.run(finetune.Config(data=str(data), model=str(model), output=str(output), **given))
+    return finetune.run(finetune.Config(data=str(data), model=str(model), output=str(output), **given, **more))
 
 
 def complaint(run: Callable[[], Any]) -> str:
@@ -116,6 +117,23 @@ def test_fault_05_a_table_that_does_not_fit_leaves_what_was_there(disk: Disk, ro
     with pytest.raises(CalibeamError, match=r"out cannot be written: No space left on device \([\d,]+ bytes are free there\)"):
         prepare.run(prepare.Config(output=str(place / "out"), train=str(wide(rows_file)), validation=train), force=True)
     assert contents(store.read(place / "out", "prepare").path) == before
+
+
+@pytest.mark.parametrize("fault", ["something in its place", "a full disk"])
+def test_fault_19_a_tracker_that_fails_is_left_out_and_training_goes_on(
+    fault: str, tmp_path: Path, data: Path, model_folder: Make, disk: Disk, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, run = model_folder("t5"), tmp_path / "run"
+    run.mkdir()
+    if fault == "a full disk":
+        place = disk("size=4k")
+        (run / "runs").symlink_to(place)
+        (place / "full").write_bytes(bytes(4096))
+    else:
+        (run / "runs").write_text("no folder")
+    told = contents(tune(data, model, run / "out", report_to=("tensorboard",)))
+    assert "tensorboard failed and is told no more" in capsys.readouterr().out
+    assert told == contents(tune(data, model, tmp_path / "whole"))
 
 
 def wide(rows_file: Make) -> Path:
@@ -195,6 +213,96 @@ def test_fault_49_a_parquet_file_that_repeats_a_huge_text_is_read_in_little_memo
         list(rows.read(str(file)))
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 20  # KiB
     assert time.process_time() - started < 20
+
+
+def thrift(*fields: tuple[int, tuple[int, bytes]]) -> tuple[int, bytes]:
+    """A struct in Thrift's compact form; every value comes with its type."""
+    numbers = [0, *(number for number, _ in fields)]
+    steps = (number - before for before, number in itertools.pairwise(numbers))
+    parts = (bytes([step << 4 | kind]) + content for step, (_, (kind, content)) in zip(steps, fields, strict=True))
+    return 12, b"".join(parts) + b"\0"
+
+
+def whole(number: int) -> tuple[int, bytes]:
+    return 6, varint(2 * number)
+
+
+def varint(number: int) -> bytes:
+    return bytes([number & 127 | 128]) + varint(number >> 7) if number > 127 else bytes([number])
+
+
+def word(text: bytes) -> tuple[int, bytes]:
+    return 8, varint(len(text)) + text
+
+
+def several(*items: tuple[int, bytes]) -> tuple[int, bytes]:
+    return 9, bytes([len(items) << 4 | items[0][0]]) + b"".join(content for _, content in items)
+
+
+def small(number: int) -> tuple[int, bytes]:
+    return 5, varint(2 * number)
+
+
+def data_page(values: int) -> tuple[int, tuple[int, bytes]]:
+    return 5, thrift((1, small(values)), (2, small(0)), (3, small(3)), (4, small(3)))
+
+
+def dictionary_page(values: int) -> tuple[int, tuple[int, bytes]]:
+    return 7, thrift((1, small(values)), (2, small(0)))
+
+
+def parquet(content: bytes, kind: tuple[int, tuple[int, bytes]], *, rows: int = 1, size: int | None = None) -> bytes:
+    """A file of one page in one column, which says of itself what it is told to say; its contents are compressed by zstd."""
+    packed = pa.compress(content, codec="zstd", asbytes=True)
+    claimed = len(content) if size is None else size
+    header = thrift((1, small(2 if kind[0] == 7 else 0)), (2, small(claimed)), (3, small(len(packed))), kind)
+    body = header[1] + packed
+    places = [(9, whole(4))] if kind[0] == 5 else [(9, whole(4 + len(body))), (11, whole(4))]
+    about = thrift(
+        (1, small(6)), (2, several(small(0))), (3, several(word(b"source"))), (4, small(6)), (5, whole(rows)),
+        (6, whole(100)), (7, whole(len(body))), *places,
+    )  # fmt: skip
+    group = thrift((1, several(thrift((2, whole(4)), (3, about)))), (2, whole(100)), (3, whole(rows)))
+    column = thrift((1, small(6)), (3, small(0)), (4, word(b"source")), (6, small(0)))
+    schema = several(thrift((4, word(b"schema")), (5, small(1))), column)
+    footer = thrift((1, small(1)), (2, schema), (3, whole(rows)), (4, several(group)))[1]
+    return b"PAR1" + body + footer + struct.pack("<I", len(footer)) + b"PAR1"
+
+
+HELLO = struct.pack("<I", 5) + b"hello"
+LYING = {
+    "a trillion rows": (parquet(HELLO, data_page(1), rows=10**12), "claims 1,000,000,000,000 rows in group 0 and has 999"),
+    "a page of 2 GiB": (parquet(HELLO, data_page(1), size=2**31 - 1), "claims to be 2,147,483,647"),
+    "a dictionary of 2 GiB": (parquet(HELLO, dictionary_page(1), size=2**31 - 1), "claims to be 2,147,483,647, of 1 values"),
+    "2^31 texts in 9 bytes": (parquet(HELLO, dictionary_page(2**31 - 1)), "claims to be 9, of 2,147,483,647 values"),
+    "zeros": (parquet(bytes(1 << 27), dictionary_page(1 << 25)), "claims to be 134,217,728, of 33,554,432 values"),
+    "no page at all": (parquet(HELLO, (5, (12, b"\xff" * 99))), "a page's header holds what none does"),
+}
+
+
+def test_fault_49_the_parquet_files_forged_here_are_read_where_they_do_not_lie(tmp_path: Path) -> None:
+    (tmp_path / "x.parquet").write_bytes(parquet(3 * HELLO, data_page(3), rows=3))
+    assert list(rows.read(str(tmp_path / "x.parquet"))) == [{"source": "hello"}] * 3
+
+
+@pytest.mark.parametrize(("content", "said"), LYING.values(), ids=LYING)
+def test_fault_49_a_parquet_file_that_lies_about_its_size_is_refused_on_its_word(
+    content: bytes, said: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "lying.parquet"
+    file.write_bytes(content)
+    before, started = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
+    assert said in complaint(lambda: list(rows.read(str(file))))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1 << 17  # KiB
+    assert time.process_time() - started < 3
+
+
+def test_fault_49_a_parquet_file_of_a_great_many_rows_of_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "LONGEST_DOCUMENT", 1 << 20)
+    file = tmp_path / "nothing.parquet"
+    pq.write_table(pa.table({"source": pa.nulls(1_000_000, pa.string())}), file)
+    with pytest.raises(CalibeamError, match="expands to more than 100 times its size"):
+        list(rows.read(str(file)))
 
 
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -214,6 +214,87 @@ def test_fault_02_a_process_that_gets_sigterm_ends_with_143_and_says_how_to_go_o
     assert "error: stopped by SIGTERM. Nothing half-written is left behind; the same command goes on from here" in said
     assert [file.name for file in (tmp_path / ".out.partial").glob("checkpoint-*")] == ["checkpoint-000000001.safetensors"]
     assert contents(run(work, "finetune", tmp_path / "out")) == contents(work / "whole" / "finetune")
+
+
+SEARCH = {"max_new_tokens": 6, "max_source_length": 20, "device": "cpu"}
+COMPARED = {"before": "{work}/cli/evaluate", "after": "{work}/cli/after", "calibrated": "{work}/whole/calibrate"}
+PLACES = {"data": "{work}/data", "model": "{work}/model"}
+COMMANDS: dict[str, tuple[int, str, dict[str, Any]]] = {
+    "prepare": (5, "data", {"train": "{work}/rows.jsonl", "validation": "{work}/rows.jsonl", "max_validation": 2}),
+    "create": (4, "", {"data": "{work}/data", "vocab_size": 280, "d_model": 8, "num_heads": 1, "ffn_dim": 8}),
+    "finetune": (20, "whole/finetune", {**PLACES, **TRAINING, "device": "cpu"}),
+    "decode": (12, "whole/decode", {**PLACES, **SEARCH, "num_candidates": 2, "batch_size": 2}),
+    "score": (12, "whole/score", {**PLACES, "candidates": "{work}/whole/decode", "batch_size": 2, "device": "cpu"}),
+    "calibrate": (20, "whole/calibrate", {**PLACES, **TRAINING, "scored": "{work}/whole/score", "max_drift": 0, "device": "cpu"}),
+    "evaluate": (16, "cli/evaluate", {**PLACES, **SEARCH, "num_candidates": "[1,2]"}),
+    "report": (4, "", COMPARED),
+    "export": (4, "", COMPARED),
+}  # fmt: skip
+"""Of every stage: the change of the disk at which it is stopped, what an undisturbed run made, if one was there, and settings."""
+
+
+def settings_of(work: Path, stage: str) -> dict[str, Any]:
+    return {key: value.format(work=work) if isinstance(value, str) else value for key, value in COMMANDS[stage][2].items()}
+
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture(scope="module")
+def in_a_process() -> Iterator[Run]:
+    """The command line as in `signalled.py`: its exit code, and what it said."""
+    path = os.pathsep.join((str(Path(calibeam.__file__).parents[1]), str(Path(__file__).parent)))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, str(Path(__file__).parent / "signalled.py")]
+    with subprocess.Popen(line, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:  # noqa: S603
+        assert server.stdin is not None
+        assert server.stdout is not None
+        asked, told = server.stdin, server.stdout
+
+        def ask(output: Path, stage: str, settings: dict[str, Any], *, at: int = 0, number: int = 0) -> tuple[int, str]:
+            said = output.with_suffix(".said")
+            line = [stage, f"output={output}", *(f"{key}={value}" for key, value in settings.items())]
+            asked.write(
+                json.dumps({"line": line, "watched": f".{output.name}.partial", "said": str(said), "at": at, "number": number})
+            )
+            asked.write("\n")
+            asked.flush()
+            return int(told.readline()), said.read_text()
+
+        yield ask
+        asked.close()
+
+
+@pytest.fixture(scope="module")
+def evaluated(work: Path, in_a_process: Run) -> Path:
+    """What report and export read."""
+    (work / "cli").mkdir()
+    sides = {"evaluate": {}, "after": {"model": str(work / "whole/calibrate"), "reference": str(work / "model")}}
+    for name, more in sides.items():
+        code, said = in_a_process(work / "cli" / name, "evaluate", settings_of(work, "evaluate") | more)
+        assert code == 0, said
+    return work
+
+
+@pytest.mark.parametrize("stage", COMMANDS)
+def test_fault_02_and_04_every_stage_ends_by_either_signal_and_goes_on_to_the_same_bytes(
+    stage: str, evaluated: Path, in_a_process: Run, tmp_path: Path
+) -> None:
+    """SIGTERM, then SIGINT at the same number of changes further on (or from the beginning), then to the end."""
+    at, made, settings = COMMANDS[stage][0], evaluated / COMMANDS[stage][1], settings_of(evaluated, stage)
+    output = tmp_path / "out" / stage
+    output.parent.mkdir()
+    for number, expected in ((signal.SIGTERM, 143), (signal.SIGINT, 130)):
+        code, said = in_a_process(output, stage, settings, at=at, number=number)
+        assert (code, f"stopped by {number.name}" in said) == (expected, True), said
+        assert not output.exists()
+    code, said = in_a_process(output, stage, settings)
+    assert code == 0, said
+    if not COMMANDS[stage][1]:
+        (tmp_path / "whole").mkdir()
+        made = tmp_path / "whole" / stage
+        assert in_a_process(made, stage, settings)[0] == 0
+    assert contents(output) == contents(made)
 
 
 HELD_UP = """

@@ -191,6 +191,46 @@ def test_force_makes_it_again_without_a_trace_of_the_old(tmp_path: Path) -> None
     assert store.read(tmp_path / "data", "prepare").manifest["settings"]["width"] == 2
 
 
+# Links and hostile manifests
+
+
+@pytest.mark.parametrize("name", [".out.lock", ".out.partial", ".out.partial/.train.partial", ".out.partial/log.jsonl"])
+def test_fault_48_nothing_is_written_through_a_link(name: str, tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("mine")
+    link = tmp_path / name
+    link.parent.mkdir(exist_ok=True)
+    link.symlink_to(precious if name == ".out.partial" else precious / "file")
+    with pytest.raises(CalibeamError, match=r"is a link, and no stage makes one|out cannot be written: .*\.out\.lock"):
+        write(tmp_path / "out")
+    assert everything_under(precious) == {"file": b"mine"}
+    link.unlink()
+    assert write(tmp_path / "out").manifest["counts"] == {"train": 2}
+
+
+def test_fault_48_a_file_that_is_replaced_is_not_written_through_a_link(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / ".page.html.partial").symlink_to(tmp_path / "precious")
+    store.write_file(tmp_path / "page.html", "page")
+    assert (tmp_path / "page.html").read_text() == "page"
+    assert (tmp_path / "precious").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "content", ["[" * 200_000, '{"files":' * 200_000, " " * ((1 << 26) + 1)], ids=["arrays", "objects", "size"]
+)
+def test_fault_17_a_manifest_that_nests_without_end_or_is_huge_is_damaged(content: str, tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    (tmp_path / "out" / store.MANIFEST).write_text(content)
+    with pytest.raises(CalibeamError, match=r"manifest\.json is damaged"):
+        store.read(tmp_path / "out", "prepare")
+    (tmp_path / ".other.partial").mkdir()
+    (tmp_path / ".other.partial" / store.ORIGIN).write_text(content)
+    with pytest.raises(CalibeamError, match=r"origin\.json cannot be read"):
+        write(tmp_path / "other")
+
+
 # Places that are not for writing
 
 

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from calibeam import display
 from calibeam.records import Outputs
 
 if TYPE_CHECKING:
@@ -109,7 +108,7 @@ class BertScore:
         from calibeam.seq2seq import batches_by_length
 
         best = np.zeros((len(predictions), 3))
-        for batch in display.track(batches_by_length(predictions, BATCH_SIZE), "  bertscore"):
+        for batch in batches_by_length(predictions, BATCH_SIZE):
             rows = [index for index in batch for _ in references[index]]
             scores = self.score([predictions[row] for row in rows], [text for index in batch for text in references[index]])
             best[batch] = -np.inf

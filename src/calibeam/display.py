@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Sequence
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -22,7 +21,6 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-T = TypeVar("T")
 console = Console(emoji=False)
 errors = Console(stderr=True, emoji=False)
 
@@ -85,14 +83,6 @@ class Bar:
     def reach(self, done: int) -> None:
         """So many in all, some of them perhaps by a run before this one."""
         self._progress.update(self._task, completed=done)
-
-
-def track(items: Sequence[Sequence[T]], description: str) -> Iterator[Sequence[T]]:
-    """Batches, with a bar that counts what is in them."""
-    with Bar(description, sum(map(len, items))) as bar:
-        for batch in items:
-            yield batch
-            bar.advance(len(batch))
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[object]], *, figures: bool = True) -> None:

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
+from calibeam import parquet
 from calibeam.records import CalibeamError
 
 HUB = "hub:"
@@ -30,7 +31,8 @@ LONGEST_FIELD = 1_000_000
 LONGEST_LINE = 1 << 25
 LONGEST_DOCUMENT = 1 << 28  # out of a compressed file
 MOST_EXPANSION = 100  # times its size, for a file that expands to more than a document may
-PARQUET_BATCH = 1 << 26  # bytes of rows, as the file tells of itself, that are decoded together
+PARQUET_BATCH = 1 << 26  # bytes of rows, as the file tells of itself, that are decoded together; the largest small page
+SHORTEST_ROW = 32  # bytes that a row counts for at least: a few bytes of Parquet can say "a billion rows of nothing"
 
 
 class Complaint(str):
@@ -218,17 +220,36 @@ def _parquet(path: Path) -> Iterator[Any]:
 
     try:
         expansion = _Expansion(path)
-        with pq.ParquetFile(path) as file, pq.ParquetFile(path, read_dictionary=_texts(file.schema)) as sharing:
+        with (
+            path.open("rb") as stream,
+            pq.ParquetFile(path) as file,
+            pq.ParquetFile(path, read_dictionary=_texts(file.schema)) as sharing,
+        ):
             for number in range(file.num_row_groups):
-                group = file.metadata.row_group(number)
+                group, left = file.metadata.row_group(number), file.metadata.row_group(number).num_rows
+                _check_pages(stream, group, path)
                 widest = max(group.total_byte_size // max(group.num_rows, 1), _longest_shared(sharing, number), 1)
                 size = max(1, min(1024, PARQUET_BATCH // widest))
                 for batch in file.iter_batches(size, row_groups=[number]):
+                    left -= len(batch)
                     for row in batch.to_pylist():
-                        expansion.count(sum(len(value) for value in row.values() if isinstance(value, str)))
+                        expansion.count(SHORTEST_ROW + sum(len(value) for value in row.values() if isinstance(value, str)))
                         yield row
-    except (pa.ArrowException, OSError, ValueError, OverflowError) as error:
+                if left:
+                    raise CalibeamError(f"{path} claims {group.num_rows:,} rows in group {number} and has {left:,} fewer")
+    except (pa.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         raise CalibeamError(f"{path} cannot be read: {error}") from error
+
+
+def _check_pages(stream: IO[bytes], group: Any, path: Path) -> None:
+    """Refuse what no honest page says of itself, before anything takes it at its word."""
+    for column in map(group.column, range(group.num_columns)):
+        for page in parquet.pages(stream, column):
+            if page.size > max(PARQUET_BATCH, MOST_EXPANSION * page.compressed) or page.values > page.size:
+                raise CalibeamError(
+                    f"{path} has a page of {page.compressed:,} bytes that claims to be {page.size:,}"
+                    + (f", of {page.values:,} values" if page.values else "")
+                )
 
 
 def _texts(schema: Any) -> list[str]:

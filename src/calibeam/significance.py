@@ -46,7 +46,8 @@ class Difference(NamedTuple):
 def intervals(statistics: np.ndarray, figures: Figures, *, samples: int = SAMPLES, seed: int = 0) -> dict[str, Interval]:
     """Every figure of statistics [examples, k] with its 95% interval."""
     examples = len(statistics)
-    drawn = figures(_resampled(statistics, samples, seed), examples)
+    (sums,) = _resampled([statistics], samples, seed)
+    drawn = figures(sums, examples)
     values = figures(statistics.sum(0), examples)
     return {name: Interval(float(value), *_middle(drawn[name])) for name, value in values.items()}
 
@@ -62,7 +63,7 @@ def paired(
     examples, sums = len(before), (before.sum(0), after.sum(0))
     moved = _swapped(after - before, samples, seed)
     left, right = (figures(total, examples) for total in sums)
-    left_drawn, right_drawn = (figures(_resampled(statistics, samples, seed), examples) for statistics in (before, after))
+    left_drawn, right_drawn = (figures(drawn, examples) for drawn in _resampled([before, after], samples, seed))
     left_swapped, right_swapped = figures(sums[0] + moved, examples), figures(sums[1] - moved, examples)
     found = {}
     for name in left:
@@ -100,21 +101,21 @@ def relative(
     swapped = mean([after[number].sum(0) - moved[number] for number in numbers])
     by_chance = np.abs(swapped - mean([before[number].sum(0) + moved[number] for number in numbers]))
     p = (int((by_chance >= abs(right - left) * (1 - ROUNDING)).sum()) + 1) / (samples + 1)
-    left_drawn, right_drawn = (
-        mean([_resampled(some[number], samples, seed + number) for number in numbers]) for some in (before, after)
-    )
+    drawn = [_resampled([before[number], after[number]], samples, seed + number) for number in numbers]
+    left_drawn, right_drawn = (mean(some) for some in zip(*drawn, strict=True))
     with np.errstate(divide="ignore", invalid="ignore"):
         low, high = _middle(right_drawn / left_drawn - 1)
         return Difference(left, right, float(np.float64(right) / left - 1), low, high, p)
 
 
-def _resampled(statistics: np.ndarray, samples: int, seed: int) -> np.ndarray:
-    """Sums over as many examples, drawn with replacement; one seed draws the same from every system. [samples, k]"""
+def _resampled(systems: Sequence[np.ndarray], samples: int, seed: int) -> list[np.ndarray]:
+    """Sums over as many examples, drawn with replacement, the same from every system. [samples, k] of each"""
     import numpy as np
 
-    generator, examples = np.random.default_rng(seed), len(statistics)
+    generator, examples = np.random.default_rng(seed), len(systems[0])
     times_drawn = (np.bincount(generator.integers(examples, size=examples), minlength=examples) for _ in range(samples))
-    return np.stack([times @ statistics for times in times_drawn])
+    sums = zip(*([times @ statistics for statistics in systems] for times in times_drawn), strict=True)
+    return [np.stack(some) for some in sums]
 
 
 def _swapped(change: np.ndarray, samples: int, seed: int) -> np.ndarray:

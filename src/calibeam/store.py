@@ -46,6 +46,7 @@ PACKAGES = (
 
 FACTS = b"calibeam"  # under which a shard holds what is to be known of it as a whole
 LONGEST_NAME = 255  # bytes
+LONGEST_MANIFEST = 1 << 26  # bytes; that of 2 million rows in shards has one million
 ROW_GROUP = 4096  # rows that are written together
 DISK_PROBLEMS = tuple(
     getattr(errno, name) for name in ("ENOSPC", "EDQUOT", "EFBIG", "EROFS", "EACCES", "EPERM", "EIO", "EMFILE", "ENFILE")
@@ -281,13 +282,17 @@ class Shards:
         _write_rows(self._file(number), rows, self.schema.with_metadata({FACTS: json.dumps(facts)}))
 
     def facts(self, number: int, ids: list[str]) -> dict[str, Any] | None:
-        """Of a piece that is there, whole, and has these ids."""
+        """Of a piece that is there, whole, and has these ids, once or several times over."""
         try:
             table = pq.read_table(self._file(number), page_checksum_verification=True)
             known = json.loads(table.schema.metadata[FACTS])
         except (pa.ArrowException, OSError, TypeError, KeyError, ValueError):
             return None
-        return known if table.schema.equals(self.schema) and table["id"].to_pylist() == ids else None
+        found = table["id"].to_pylist() if table.schema.equals(self.schema) else []
+        return known if found and found == ids * (len(found) // len(ids)) else None
+
+    def rows(self, number: int) -> list[dict[str, Any]]:
+        return [*_rows(self._file(number), self.schema)]
 
     def drop_from(self, number: int) -> None:
         """Those that are too many, of a version that wrote smaller ones."""
@@ -329,10 +334,16 @@ class Output:
         }
         self._places = {name: str(folder.path) for name, folder in inputs.items()}
         self._force = force
+        self._refuse_links()
         self._adopt()
         self.done = self._is_done()
         if not self.done:
             self._check_partial()
+
+    def _refuse_links(self) -> None:
+        """What an interrupted run left may have come from anyone, and writing to a link writes elsewhere."""
+        if link := next((file for file in (self.folder, *self.folder.rglob("*")) if file.is_symlink()), None):
+            raise CalibeamError(f"{link} is a link, and no stage makes one: remove it")
 
     def _adopt(self) -> None:
         """Put a folder in its place that a run finished and was stopped before renaming."""
@@ -366,7 +377,7 @@ class Output:
             left = json.loads((self.folder / ORIGIN).read_text(encoding="utf-8"))
         except FileNotFoundError:
             return []
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             return [f"{self.folder / ORIGIN} cannot be read: {error}"]
         return _differences(left, self._beginning())
 
@@ -492,6 +503,7 @@ def write_file(path: Path, content: str | bytes) -> None:
     """One file, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)  # it may be a link
     partial.write_bytes(content.encode() if isinstance(content, str) else content)
     sync(partial)
     os.replace(partial, path)
@@ -515,6 +527,8 @@ def _manifest(path: Path) -> dict[str, Any]:
     if not file.is_file():
         raise CalibeamError(f"{path} is not a finished calibeam stage: it has no {MANIFEST}")
     try:
+        if file.stat().st_size > LONGEST_MANIFEST:
+            raise ValueError(f"it has more than {LONGEST_MANIFEST >> 20} MiB")
         manifest = json.loads(file.read_text(encoding="utf-8"))
         shape = {"kind": str, "origin": dict, "settings": dict, "counts": dict, "notes": list, "digest": str, "files": dict}
         if not all(isinstance(manifest[key], wanted) for key, wanted in shape.items()):
@@ -523,7 +537,7 @@ def _manifest(path: Path) -> dict[str, Any]:
             raise ValueError("a file lacks its size or SHA-256")
         if manifest.pop("seal") != _seal(manifest):
             raise ValueError("it was changed after it was written")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CalibeamError(f"{file} is damaged: {error!r}") from error
     if manifest["origin"].get("format") != FORMAT:
         raise CalibeamError(f"{path} was written in format {manifest['origin'].get('format')}; this is format {FORMAT}")
@@ -575,10 +589,10 @@ def sync(path: Path) -> None:
 def _lock(path: Path) -> Iterator[None]:
     """One writer at a time. The system releases the lock when the process ends, however it ends."""
     try:
-        file = path.with_name(f".{path.name}.lock").open("w")
+        handle = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666)
     except OSError as error:
         raise CalibeamError(f"{path} cannot be written: {error}") from error
-    with file:
+    with open(handle, "r+b") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

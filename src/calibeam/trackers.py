@@ -1,6 +1,7 @@
 """Where the figures of training also go: TensorBoard, Weights & Biases or trackio, by accelerate.
 
-All of them stand in the stage's log.jsonl too, whether anything else is told or not.
+All of them stand in the stage's log.jsonl too, whether anything else is told or not. So a tracker that fails is told no more, and
+training goes on.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from calibeam import display
 from calibeam.records import CalibeamError
 
 NEEDS = {"tensorboard": ("tensorboard", "tensorboardX"), "wandb": ("wandb",), "trackio": ("trackio",)}
@@ -25,12 +27,41 @@ def check_installed(names: Sequence[str]) -> None:
 
 
 class Trackers:
-    def __init__(self, trackers: Sequence[Any]) -> None:
-        self._trackers = trackers
+    """What is told; of a tracker that fails, a line says so."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, Any] = {}
+
+    def open(self, name: str, folder: Path, settings: Mapping[str, Any]) -> None:
+        from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+
+        run = f"{folder.parent.name}-{folder.name}" if folder.parent.name else folder.name
+        project = os.environ.get(f"{name.upper()}_PROJECT", "calibeam")
+        made = LOGGER_TYPE_TO_CLASS[name]
+        with self._or_without(name):
+            tracker = made(folder.name, logging_dir=folder.parent / "runs") if name == "tensorboard" else made(project, name=run)
+            tracker.start()
+            if name != "tensorboard":  # whose table of settings wants a metric for each, and writes a folder of its own
+                tracker.store_init_configuration(dict(settings))
+            self._told[name] = tracker
 
     def log(self, step: int, kind: str, figures: Mapping[str, float]) -> None:
-        for tracker in self._trackers:
-            tracker.log({f"{kind}/{name}": value for name, value in figures.items()}, step=step)
+        for name, tracker in [*self._told.items()]:
+            with self._or_without(name):
+                tracker.log({f"{kind}/{figure}": value for figure, value in figures.items()}, step=step)
+
+    def finish(self) -> None:
+        for name, tracker in [*self._told.items()]:
+            with self._or_without(name):
+                tracker.finish()
+
+    @contextmanager
+    def _or_without(self, name: str) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._told.pop(name, None)
+            display.say(f"{name} failed and is told no more; log.jsonl has all figures. {error!r}", style="yellow")
 
 
 @contextmanager
@@ -39,25 +70,14 @@ def opened(names: Sequence[str], folder: Path, settings: Mapping[str, Any]) -> I
 
     The project is WANDB_PROJECT's or TRACKIO_PROJECT's, as in transformers, or else calibeam.
     """
-    if not names:
-        yield Trackers(())
-        return
-    from accelerate import PartialState
-    from accelerate.tracking import LOGGER_TYPE_TO_CLASS
+    told = Trackers()
+    if names:
+        from accelerate import PartialState
 
-    PartialState()  # which trackers ask whether this is the process that tells
-    run = f"{folder.parent.name}-{folder.name}" if folder.parent.name else folder.name
-    trackers = []
+        PartialState()  # which trackers ask whether this is the process that tells
     for name in names:
-        project = os.environ.get(f"{name.upper()}_PROJECT", "calibeam")
-        made = LOGGER_TYPE_TO_CLASS[name]
-        tracker = made(folder.name, logging_dir=folder.parent / "runs") if name == "tensorboard" else made(project, name=run)
-        tracker.start()
-        if name != "tensorboard":  # whose table of settings wants a metric for each, and writes a folder of its own
-            tracker.store_init_configuration(dict(settings))
-        trackers.append(tracker)
+        told.open(name, folder, settings)
     try:
-        yield Trackers(trackers)
+        yield told
     finally:
-        for tracker in trackers:
-            tracker.finish()
+        told.finish()

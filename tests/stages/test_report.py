@@ -6,6 +6,8 @@ import json
 import os
 import re
 import shutil
+import socket
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -445,6 +447,26 @@ def test_every_figure_of_both_evaluations_is_compared(run: Path) -> None:
         (r_m,) = (found for found in row["measured"] if found["figure"] == "r_m")
         assert (row["p"], row["verdict"]) == (r_m["p"], r_m["verdict"])
         assert row["difference"] == pytest.approx(r_m["difference"] / 100)
+
+
+def test_fault_58_nothing_listens(run: Path, tmp_path: Path) -> None:
+    """A report is a file: making it, its figures included, opens no socket to anyone."""
+    opened: list[str] = []
+
+    def watch(event: str, arguments: tuple[Any, ...]) -> None:
+        if event in ("socket.bind", "socket.connect") and watching:
+            opened.append(f"{event} {arguments[1:]}")
+
+    watching = True
+    sys.addaudithook(watch)
+    sides = {"before": str(run / "evaluate/finetuned"), "after": str(run / "evaluate/calibrated")}
+    try:
+        report.run(report.Config(**sides, calibrated=str(run / "calibrate"), output=str(tmp_path / "report"), max_examples=2))
+        with socket.socket() as one:  # what is looked for would be seen
+            one.bind(("127.0.0.1", 0))
+    finally:
+        watching = False
+    assert opened == ["socket.bind (('127.0.0.1', 0),)"]
 
 
 def test_the_figures_are_those_of_both_evaluations(run: Path) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
 import calibeam
-from calibeam import functions, seq2seq, store
+from calibeam import functions, seq2seq, shards, store
 from calibeam.bertscore import BertScore
 from calibeam.paper import official
 from calibeam.paper.calibration import CALIBRATION_LOSSES
@@ -26,7 +26,7 @@ from calibeam.paper.regularization import REGULARIZERS
 from calibeam.paper.similarity import span_similarity
 from calibeam.records import CalibeamError, Outputs
 from calibeam.seq2seq import Seq2Seq
-from calibeam.stages import calibrate, create, decode, evaluate, finetune, prepare, score
+from calibeam.stages import calibrate, create, decode, evaluate, finetune, prepare, report, score
 from conftest import sentence, tiny_encoder, tiny_model
 
 ROUGE = ("rouge1", "rouge2", "rougeLsum")
@@ -444,6 +444,30 @@ def test_every_combination_is_evaluated_and_signed(results: dict[str, Any]) -> N
         parts = row["signature"].split("|")
         assert {f"decoder:{row['method']}", f"candidates:{row['num_candidates']}", f"alpha:{row['length_alpha']:g}"} <= {*parts}
         assert {"split:test", "similarity:decoder", "tokens:0-8", f"calibeam:{calibeam.__version__}"} <= {*parts}
+
+
+def test_shards_change_nothing_and_no_split_is_ever_held(tmp_path: Path, data: str, tuned: str) -> None:
+    """Of likelihoods, the last digits, for batches are others."""
+    settings = {"num_candidates": (1, 3), "methods": ("beam", "nucleus"), "max_new_tokens": 8, "metrics": ("gem",), **LENGTHS}
+    folders = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(store.Folder, "examples")
+        patch.delattr(store.Folder, "rows")
+        for size in (shards.SIZE, 2):
+            patch.setattr(shards, "SIZE", size)
+            given = {"data": data, "model": tuned, "output": str(tmp_path / str(size)), "similarity": "rouge"}
+            folders.append(store.read(evaluate.run(evaluate.Config(**given, **settings)), "evaluate"))
+        comparison = report.compare(*folders)
+    whole, sharded = ({(row["setting"], row["id"]): row for row in each.rows("outputs", evaluate.OUTPUTS)} for each in folders)
+    assert [len([*each.path.glob("outputs-*.parquet")]) for each in folders] == [1, 3]
+    assert whole.keys() == sharded.keys()
+    for key, row in whole.items():
+        assert sharded[key] == {**row, "log_p": pytest.approx(row["log_p"], abs=1e-4)}
+    before, after = comparison["before"], comparison["after"]
+    assert after == {**before, "perplexity": pytest.approx(before["perplexity"], rel=1e-5)}
+    reliability = report.reliability(comparison, *folders)
+    of_before, of_after = ([p["quality"] for p in reliability if p["model"] == side] for side in (report.BEFORE, report.AFTER))
+    assert of_after == of_before
 
 
 def test_the_figures_are_those_of_the_outputs(evaluation: store.Folder, results: dict[str, Any], data: str) -> None:

@@ -1,7 +1,8 @@
 """Decode held-out sources and measure: quality, repetition, length, perplexity, and calibration itself.
 
 Reads:   the folder written by prepare, a model, and the model whose states similarity is measured in
-Writes:  results.json: every figure with its interval and signature; outputs, candidates and statistics.parquet behind them
+Writes:  results.json: every figure with its interval and signature; behind them outputs, candidates and statistics, in shards
+         such as outputs-00000.parquet. A run that was interrupted goes on where it stopped
 Example: calibeam evaluate output=out/test data=out/data model=out/calibrate num_candidates=[1,5] 'metrics=["squad_qg"]'
 """
 
@@ -9,28 +10,29 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import pyarrow as pa
 
 import calibeam
-from calibeam import display, functions, significance, store
+from calibeam import display, functions, shards, significance, store
 from calibeam.paper import metrics, official
 from calibeam.paper.decoding import DECODERS
 from calibeam.paper.likelihood import perplexity
 from calibeam.paper.rouge import NEWLINE_MARK, ROUGE_KINDS, rouge
 from calibeam.recipe import option, plain
-from calibeam.records import CalibeamError, Example, Outputs, some_of
-from calibeam.stages.decode import check_output_length, check_search
-from calibeam.stages.score import BERTSCORE, SimilarityConfig
+from calibeam.records import CalibeamError, Example, places_of_some, some_of
+from calibeam.stages.decode import check_output_length, check_positions, check_search, decode_sources, load_for_inference
+from calibeam.stages.score import BERTSCORE, SimilarityConfig, similarities
 from calibeam.tasks import TASKS
 
 if TYPE_CHECKING:
     import numpy as np
-    from torch import Tensor
 
     from calibeam.bertscore import BertScore
     from calibeam.seq2seq import Seq2Seq
@@ -51,8 +53,20 @@ STATISTICS = pa.schema([
 ])  # fmt: skip
 
 
+class Way(NamedTuple):
+    """A way of decoding."""
+
+    method: str
+    num_candidates: int
+    alpha: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.method} {self.num_candidates}" + (f" alpha {self.alpha:g}" if self.alpha else "")
+
+
 @dataclass(frozen=True, kw_only=True)
-class Config(SimilarityConfig):
+class Config(SimilarityConfig, shards.EngineConfig):
     data: str = option(help="the folder written by prepare", identity=False)
     model: str = option(help="the model to evaluate: a folder or a Hub id", identity=False)
     reference: str = option("", "the model whose states similarity is measured in; the model itself if empty", identity=False)
@@ -76,7 +90,6 @@ class Config(SimilarityConfig):
     newline: str = option(NEWLINE_MARK, "what separates sentences for ROUGE-Lsum besides newlines: PEGASUS writes <n>")
     seed: int = option(0, "for nucleus", at_least=0)
     batch_size: int = option(0, "sources decoded together; 0 to choose by device", at_least=0, identity=False)
-    device: str = option("auto", "auto, cpu or cuda", identity=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,6 +105,10 @@ class Config(SimilarityConfig):
     def uses_bertscore(self) -> bool:
         return super().uses_bertscore or BERTSCORE in self.metrics
 
+    def ways(self) -> list[Way]:
+        """Each of them once."""
+        return [*dict.fromkeys(itertools.starmap(Way, itertools.product(self.methods, self.num_candidates, self.length_alphas)))]
+
     def search_options(self, method: str) -> dict[str, Any]:
         """The settings that belong to one method alone."""
         own = {"diverse_beam": ("groups", "diversity"), "nucleus": ("top_p",)}
@@ -100,7 +117,6 @@ class Config(SimilarityConfig):
 
 def run(config: Config, *, force: bool = False) -> Path:
     from calibeam import seq2seq
-    from calibeam.stages.decode import check_lengths, load_for_inference
 
     data = store.read(config.data, "prepare")
     model = store.read_model(seq2seq.locate(config.model))
@@ -110,36 +126,122 @@ def run(config: Config, *, force: bool = False) -> Path:
     output = store.Output("evaluate", config, inputs, force=force)
     if output.done:
         return output.path
-    task = data.manifest["settings"].get("task", "")
-    examples = some_of(data.examples(config.split), config.max_examples)
-    evaluated = load_for_inference(model.path, config.device)
-    judge = load_for_inference(reference.path, config.device) if config.reference else evaluated
-    check_lengths(evaluated, config.max_source_length, max(config.max_new_tokens, config.max_target_length))
-    sources, cut = evaluated.encode_sources([example.source for example in examples], config.max_source_length)
-    _, targets_cut = evaluated.encode_targets([t for e in examples for t in e.targets], config.max_target_length)
-    with output.writing():
-        bertscore = config.load_bertscore(encoder, [example.targets for example in examples], config.device)
-        compares_by, measured_by = config.compares_by(bertscore), _metrics(config, task, encoder, bertscore)
-        results = [
-            _evaluate(evaluated, judge, examples, sources, config, compares_by, measured_by, method, num_candidates, alpha)
-            for method, num_candidates, alpha in itertools.product(config.methods, config.num_candidates, config.length_alphas)
-        ]
-        output.write_rows("outputs", (row for _, rows, _, _ in results for row in rows), OUTPUTS)
-        output.write_rows("candidates", with_tokens(evaluated, sources, [rows for _, _, rows, _ in results]), CANDIDATES)
-        output.write_rows("statistics", (row for _, _, _, rows in results for row in rows), STATISTICS)
+    longest = max(config.max_new_tokens, config.max_target_length)
+    check_positions(seq2seq.load_config(model.path), config.max_source_length, longest)
+    maker = Evaluator(config, data, model.path, reference.path, encoder)
+    if config.engine == "local":
+        maker.load()
+    with output.writing(resume=True):
+        measured_by = _metrics(config, data.manifest["settings"].get("task", ""), encoder, maker.bertscore)
+        table = output.shards("candidates", CANDIDATES)
+        counts = shards.fill(output, table, maker, maker.count, f"evaluate {config.split}")
+        made = ((table.rows(number), [*maker.inputs(number).values()]) for number in maker.numbers())
+        with display.Bar(f"measure {config.split}", maker.count) as bar:
+            found = record(output, made, measured_by, bar.advance)
         figures = {
             "split": config.split,
-            "examples": len(examples),
-            "perplexity": mean_perplexity(evaluated, examples, config.max_source_length, config.max_target_length),
+            "examples": maker.count,
+            "perplexity": mean_perplexity(maker.evaluated, maker.examples(), config.max_source_length, config.max_target_length),
             "perplexity_signature": f"perplexity|per token, end token included|references:all|calibeam:{calibeam.__version__}",
-            "reference_repetition_rate": metrics.repetition_rate([t for e in examples for t in e.targets]),
-            "reference_words": _mean([len(target.split()) for e in examples for target in e.targets]),
-            "settings": [result for result, *_ in results],
+            **_of_references(maker.examples()),
+            "settings": [_result(config, way, found[way.name]) for way in config.ways()],
         }
         output.write_json("results.json", figures)
-        output.counts |= {"examples": len(examples), "sources_cut": cut, "targets_cut": targets_cut}
+        output.counts |= {"examples": counts.pop("sources"), **counts}
     show(f"{config.model} on {config.split}", figures)
     return output.path
+
+
+@dataclass
+class Evaluator:
+    """Makes the candidates of a shard, by every way of decoding one after another."""
+
+    config: Config
+    data: store.Folder
+    model: Path
+    reference: Path
+    encoder: dict[str, store.Folder]
+    size: int = field(default_factory=lambda: shards.SIZE)
+
+    def __post_init__(self) -> None:
+        self.table, most = self.data.example_table(self.config.split), self.config.max_examples
+        there = self.data.count(self.config.split)
+        ids = (row["id"] for row in self.data.stream(self.config.split, store.EXAMPLES, columns=["id"]))
+        self.places = places_of_some(ids, most) if 0 < most < there else range(there)
+
+    @property
+    def count(self) -> int:
+        return len(self.places)
+
+    def numbers(self) -> range:
+        """Of the shards."""
+        return range(-(-self.count // self.size))
+
+    def examples(self) -> Iterator[Example]:
+        for number in self.numbers():
+            yield from self.inputs(number).values()
+
+    @cached_property
+    def evaluated(self) -> Seq2Seq:
+        return load_for_inference(self.model, self.config.device)
+
+    @cached_property
+    def judge(self) -> Seq2Seq:
+        return self.evaluated if self.reference == self.model else load_for_inference(self.reference, self.config.device)
+
+    @cached_property
+    def bertscore(self) -> BertScore | None:
+        targets = [example.targets for example in self.examples()] if self.config.bertscore_idf else []
+        return self.config.load_bertscore(self.encoder, targets, self.config.device)
+
+    def load(self) -> object:
+        return self.evaluated, self.judge, self.bertscore
+
+    def inputs(self, number: int) -> dict[str, Example]:
+        places = self.places[number * self.size : (number + 1) * self.size]
+        rows = self.table.between(places[0], places[-1] + 1)
+        return {rows[place - places[0]]["id"]: store.example_of(rows[place - places[0]]) for place in places}
+
+    def make(self, inputs: dict[str, Example], advance: Callable[..., None]) -> tuple[list[dict[str, Any]], shards.Facts]:
+        config, examples, ways = self.config, [*inputs.values()], self.config.ways()
+        sources, sources_cut = self.evaluated.encode_sources([example.source for example in examples], config.max_source_length)
+        _, targets_cut = self.evaluated.encode_targets([t for e in examples for t in e.targets], config.max_target_length)
+
+        def advance_part(done: int = 1) -> None:
+            """Of each source, a way is two parts and the tokens' log-probs are one."""
+            advance(done / (2 * len(ways) + 1))
+
+        found = [self._candidates(way, examples, sources, advance_part) for way in ways]
+        counts = {"sources": len(examples), "sources_cut": sources_cut, "targets_cut": targets_cut}
+        return [*with_tokens(self.evaluated, sources, found, advance_part)], {"counts": counts, "notes": []}
+
+    def _candidates(
+        self, way: Way, examples: Sequence[Example], sources: Sequence[Sequence[int]], advance: Callable[..., None]
+    ) -> list[dict[str, Any]]:
+        """What one way of decoding gives for some sources, compared with their references."""
+        from calibeam.engine.graphs import room
+
+        config, targets = self.config, [example.targets for example in examples]
+        rows = decode_sources(
+            self.evaluated,
+            [*zip([example.id for example in examples], sources, strict=True)],
+            {
+                "method": way.method, "num_candidates": way.num_candidates, "length_alpha": way.alpha,
+                "max_new_tokens": config.max_new_tokens, "min_new_tokens": config.min_new_tokens,
+                **config.search_options(way.method),
+            },
+            advance,
+            source_length=room(max(map(len, sources)), self.evaluated.device, most=config.max_source_length),
+            seed=config.seed,
+            batch_size=config.batch_size,
+        )  # fmt: skip
+        similarity = similarities(
+            self.judge, config.compares_by(self.bertscore), sources, targets, rows, advance,
+            max_target_length=config.max_target_length, batch_size=32,
+        )  # fmt: skip
+        how = {"setting": way.name, "method": way.method, "seed": config.seed}
+        scored = zip(rows, similarity, _candidate_rouge(rows, targets, config.newline), strict=True)
+        return [{**how, **row, "similarity": s, "rouge": r} for row, s, r in scored]
 
 
 def show(title: str, figures: dict[str, Any]) -> None:
@@ -197,16 +299,25 @@ class Validation:
         return 100 * metrics.geometric_mean(*(float(scores[kind][:, 2].mean()) for kind in ROUGE_KINDS))
 
 
-def mean_perplexity(model: Seq2Seq, examples: Sequence[Example], max_source_length: int, max_target_length: int) -> float:
+def mean_perplexity(model: Seq2Seq, examples: Iterable[Example], max_source_length: int, max_target_length: int) -> float:
     """Per token of every reference, end tokens included."""
-    pairs = [(example.source, target) for example in examples for target in example.targets]
-    sources, _ = model.encode_sources([source for source, _ in pairs], max_source_length)
-    targets, _ = model.encode_targets([target for _, target in pairs], max_target_length)
-    return perplexity_of(model, sources, targets)
+    pairs = ((example.source, target) for example in examples for target in example.targets)
+    total, count = 0.0, 0
+    while some := [*itertools.islice(pairs, shards.SIZE)]:
+        sources, _ = model.encode_sources([source for source, _ in some], max_source_length)
+        targets, _ = model.encode_targets([target for _, target in some], max_target_length)
+        log_p, tokens = _log_p(model, sources, targets)
+        total, count = total + log_p, count + tokens
+    return perplexity(total, count)
 
 
 def perplexity_of(model: Seq2Seq, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> float:
     """The same of token ids."""
+    return perplexity(*_log_p(model, sources, targets))
+
+
+def _log_p(model: Seq2Seq, sources: Sequence[Sequence[int]], targets: Sequence[Sequence[int]]) -> tuple[float, int]:
+    """log P of all targets together, and their tokens."""
     import torch
 
     from calibeam import seq2seq
@@ -220,96 +331,18 @@ def perplexity_of(model: Seq2Seq, sources: Sequence[Sequence[int]], targets: Seq
             target, target_mask = model.batch([targets[index] for index in batch])
             total += sequence_log_p(model.model, input_ids, mask, target[:, None], target_mask[:, None]).sum().item()
         tokens += int(target_mask.sum())
-    return perplexity(total, tokens)
-
-
-def _evaluate(
-    model: Seq2Seq,
-    judge: Seq2Seq,
-    examples: Sequence[Example],
-    sources: Sequence[Sequence[int]],
-    config: Config,
-    compares_by: Callable[[Outputs, Outputs], Tensor],
-    measured_by: dict[str, official.Metric],
-    method: str,
-    num_candidates: int,
-    alpha: float,
-) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], list[dict[str, Any]]]:
-    """One way of decoding: its figures, its outputs, its candidates, and every metric's statistics of the outputs."""
-    from calibeam.stages.decode import decode_all
-    from calibeam.stages.score import similarities
-
-    name = f"{method} {num_candidates}" + (f" alpha {alpha:g}" if alpha else "")
-    settings = {
-        "method": method, "num_candidates": num_candidates, "length_alpha": alpha,
-        "max_new_tokens": config.max_new_tokens, "min_new_tokens": config.min_new_tokens,
-        **config.search_options(method),
-    }  # fmt: skip
-    rows = decode_all(
-        model,
-        [e.id for e in examples],
-        sources,
-        settings,
-        seed=config.seed,
-        batch_size=config.batch_size,
-        description=f"  {name}",
-    )
-    targets = [example.targets for example in examples]
-    texts = [row["texts"][0] for row in rows]
-    statistics = {name: metric.statistics(texts, targets) for name, metric in measured_by.items()}
-    scores = statistics["rouge"]
-    outputs = [
-        {
-            "setting": name, "id": row["id"], "output": text, "log_p": row["log_p"][0],
-            **dict(zip(ROUGE_KINDS, scores[place].tolist(), strict=True)),
-            "words": len(text.split()), "repeats": metrics.has_repetition(text),
-        }
-        for place, (row, text) in enumerate(zip(rows, texts, strict=True))
-    ]  # fmt: skip
-    similarity = similarities(
-        judge, compares_by, sources, targets, rows,
-        max_target_length=config.max_target_length, batch_size=32, description=f"  {name}: similarity",
-    )  # fmt: skip
-    candidate_rouge = _candidate_rouge(rows, targets, config.newline)
-    means = dict(zip(ROUGE_KINDS, scores.mean(0).tolist(), strict=True))
-    signature = (
-        f"decoder:{method}|candidates:{num_candidates}|alpha:{alpha:g}|tokens:{config.min_new_tokens}-{config.max_new_tokens}|"
-        f"split:{config.split}|rouge:as rouge-score 0.1.2,F,stemmed,sentences by newline or {config.newline!r},best reference|"
-        f"similarity:{plain(config.similarity)}|seed:{config.seed}|calibeam:{calibeam.__version__}"
-    )
-    result = {
-        "setting": name,
-        "method": method,
-        "num_candidates": num_candidates,
-        "length_alpha": alpha,
-        **means,
-        "r_m": metrics.geometric_mean(*means.values()),
-        "repetition_rate": metrics.repetition_rate(texts),
-        "words": _mean([row["words"] for row in outputs]),
-        **_agreement("similarity", rows, similarity),
-        **_agreement("rouge", rows, candidate_rouge),
-        "metrics": {name: _figures(metric, statistics[name]) for name, metric in measured_by.items()},
-        "signature": signature,
-    }
-    scored = zip(rows, similarity, candidate_rouge, strict=True)
-    how = {"setting": name, "method": method, "seed": config.seed}
-    candidates = [{**how, **row, "similarity": s, "rouge": r} for row, s, r in scored]
-    return result, outputs, candidates, [
-        {"setting": name, "metric": metric, "id": row["id"], "statistics": values}
-        for metric, table in statistics.items()
-        for row, values in zip(rows, table.tolist(), strict=True)
-    ]  # fmt: skip
+    return total, tokens
 
 
 def with_tokens(
-    model: Seq2Seq, sources: Sequence[Sequence[int]], settings: Sequence[Sequence[dict[str, Any]]]
+    model: Seq2Seq, sources: Sequence[Sequence[int]], settings: Sequence[Sequence[dict[str, Any]]], advance: Callable[..., None]
 ) -> Iterator[dict[str, Any]]:
     """The candidates of every setting, each with its tokens and their log-probs.
 
     Settings find many of the same candidates, so those of a source are computed at once, each of them once.
     """
     distinct = [[*dict.fromkeys(tuple(ids) for row in rows for ids in row["token_ids"])] for rows in zip(*settings, strict=True)]
-    log_p = token_log_p(model, sources, distinct)
+    log_p = token_log_p(model, sources, distinct, advance)
     found = [dict(zip(ids, values, strict=True)) for ids, values in zip(distinct, log_p, strict=True)]
     for rows in settings:
         for row, values in zip(rows, found, strict=True):
@@ -321,7 +354,12 @@ def with_tokens(
 
 
 def token_log_p(
-    model: Seq2Seq, sources: Sequence[Sequence[int]], candidates: Sequence[Sequence[Sequence[int]]], *, together: int = 320
+    model: Seq2Seq,
+    sources: Sequence[Sequence[int]],
+    candidates: Sequence[Sequence[Sequence[int]]],
+    advance: Callable[..., None],
+    *,
+    together: int = 320,
 ) -> list[list[list[float]]]:
     """log P of every token of every candidate, some sources with at most so many candidates together."""
     import torch
@@ -332,7 +370,7 @@ def token_log_p(
 
     found: dict[int, list[list[float]]] = {}
     at_once = max(1, together // max(map(len, candidates), default=1))
-    for batch in display.track(batches_by_length(sources, at_once), "  tokens' log-probs"):
+    for batch in batches_by_length(sources, at_once):
         token_ids = square([[*candidates[index]] for index in batch])
         with torch.no_grad():
             ids, mask = (part.view(len(batch), len(token_ids[0]), -1) for part in model.batch([*itertools.chain(*token_ids)]))
@@ -340,7 +378,123 @@ def token_log_p(
             values = Forced(source, plant(model.model, ids, mask)).token_log_p().tolist()
         for index, of_source in zip(batch, values, strict=True):
             found[index] = [row[: len(tokens)] for row, tokens in zip(of_source, candidates[index], strict=False)]
+        advance(len(batch))
     return [found[index] for index in range(len(candidates))]
+
+
+class Agreement:
+    """How the order by likelihood agrees with the order by quality: share of pairs, and mean Kendall tau."""
+
+    def __init__(self) -> None:
+        self._agreeing, self._pairs, self._taus = 0.0, 0, array("d")
+
+    def take(self, log_p: Sequence[float], quality: Sequence[float]) -> None:
+        agreeing, pairs = metrics.pair_agreement(log_p, quality)
+        self._agreeing, self._pairs = self._agreeing + agreeing, self._pairs + pairs
+        if (tau := metrics.kendall_tau(log_p, quality)) is not None:
+            self._taus.append(tau)
+
+    def figures(self, kind: str) -> dict[str, float | None]:
+        return {
+            f"{kind}_agreement": self._agreeing / self._pairs if self._pairs else None,
+            f"{kind}_kendall_tau": math.fsum(self._taus) / len(self._taus) if self._taus else None,
+        }
+
+
+class Measured:
+    """What one way of decoding came to: of every example, only its statistics are held, 8 bytes each."""
+
+    def __init__(self, measured_by: dict[str, official.Metric]) -> None:
+        self._measured_by, self._words = measured_by, 0
+        self._statistics: dict[str, list[np.ndarray]] = {name: [] for name in measured_by}
+        self._agreements = {kind: Agreement() for kind in ("similarity", "rouge")}
+
+    def take(self, rows: Sequence[dict[str, Any]], targets: Sequence[Sequence[str]]) -> dict[str, np.ndarray]:
+        """The statistics of some outputs by every metric."""
+        texts = [row["texts"][0] for row in rows]
+        found = {name: metric.statistics(texts, targets) for name, metric in self._measured_by.items()}
+        for name, table in found.items():
+            self._statistics[name].append(table)
+        for kind, agreement in self._agreements.items():
+            for row in rows:
+                agreement.take(row["log_p"], row[kind])
+        self._words += sum(len(text.split()) for text in texts)
+        return found
+
+    def figures(self) -> dict[str, Any]:
+        import numpy as np
+
+        statistics = {name: np.concatenate(tables) for name, tables in self._statistics.items()}
+        examples = len(statistics["rouge"])
+        means = dict(zip(ROUGE_KINDS, statistics["rouge"].mean(0).tolist(), strict=True))
+        return {
+            **means,
+            "r_m": metrics.geometric_mean(*means.values()),
+            "repetition_rate": float(statistics["repetition"].sum()) / 100 / examples,
+            "words": self._words / examples,
+            **self._agreements["similarity"].figures("similarity"),
+            **self._agreements["rouge"].figures("rouge"),
+            "metrics": {name: _figures(metric, statistics[name]) for name, metric in self._measured_by.items()},
+        }
+
+
+def record(
+    output: store.Output,
+    made: Iterable[tuple[Sequence[dict[str, Any]], Sequence[Example]]],
+    measured_by: dict[str, official.Metric],
+    advance: Callable[..., None],
+) -> dict[str, Measured]:
+    """Write the outputs and their statistics beside each shard of candidates; what every way of decoding came to."""
+    found: dict[str, Measured] = {}
+    for number, (shard, examples) in enumerate(made):
+        outputs: list[dict[str, Any]] = []
+        statistics: list[dict[str, Any]] = []
+        for name, some in itertools.groupby(shard, key=lambda row: row["setting"]):
+            rows = [*some]
+            tables = found.setdefault(name, Measured(measured_by)).take(rows, [example.targets for example in examples])
+            outputs += [
+                {
+                    "setting": name, "id": row["id"], "output": row["texts"][0], "log_p": row["log_p"][0],
+                    **dict(zip(ROUGE_KINDS, scores, strict=True)),
+                    "words": len(row["texts"][0].split()), "repeats": bool(repeats),
+                }
+                for row, scores, (repeats,) in zip(
+                    rows, tables["rouge"].tolist(), tables["repetition"].tolist(), strict=True
+                )
+            ]  # fmt: skip
+            statistics += [
+                {"setting": name, "metric": metric, "id": row["id"], "statistics": values}
+                for metric, table in tables.items()
+                for row, values in zip(rows, table.tolist(), strict=True)
+            ]
+        output.write_rows(f"outputs-{number:05}", outputs, OUTPUTS)
+        output.write_rows(f"statistics-{number:05}", statistics, STATISTICS)
+        advance(len(examples))
+    return found
+
+
+def _result(config: Config, way: Way, measured: Measured) -> dict[str, Any]:
+    signature = (
+        f"decoder:{way.method}|candidates:{way.num_candidates}|alpha:{way.alpha:g}|"
+        f"tokens:{config.min_new_tokens}-{config.max_new_tokens}|split:{config.split}|"
+        f"rouge:as rouge-score 0.1.2,F,stemmed,sentences by newline or {config.newline!r},best reference|"
+        f"similarity:{plain(config.similarity)}|seed:{config.seed}|calibeam:{calibeam.__version__}"
+    )
+    return {
+        "setting": way.name,
+        "method": way.method,
+        "num_candidates": way.num_candidates,
+        "length_alpha": way.alpha,
+        **measured.figures(),
+        "signature": signature,
+    }
+
+
+def _of_references(examples: Iterable[Example]) -> dict[str, Any]:
+    count = repeating = words = 0
+    for target in (target for example in examples for target in example.targets):
+        count, repeating, words = count + 1, repeating + metrics.has_repetition(target), words + len(target.split())
+    return {"reference_repetition_rate": repeating / count, "reference_words": words / count}
 
 
 def _metrics(
@@ -382,18 +536,3 @@ def _candidate_rouge(rows: Sequence[dict[str, Any]], targets: Sequence[Sequence[
     scores = rouge([text for text, _ in flat], [target for _, target in flat], newline=newline)
     mean = iter(np.mean([values[:, 2] for values in scores.values()], axis=0).tolist())
     return [list(itertools.islice(mean, len(row["texts"]))) for row in rows]
-
-
-def _agreement(kind: str, rows: Sequence[dict[str, Any]], quality: Sequence[Sequence[float]]) -> dict[str, float | None]:
-    """How the order by likelihood agrees with the order by quality: share of pairs, and mean Kendall tau."""
-    counts = [metrics.pair_agreement(row["log_p"], q) for row, q in zip(rows, quality, strict=True)]
-    taus = [metrics.kendall_tau(row["log_p"], q) for row, q in zip(rows, quality, strict=True)]
-    pairs = sum(count for _, count in counts)
-    return {
-        f"{kind}_agreement": sum(agreeing for agreeing, _ in counts) / pairs if pairs else None,
-        f"{kind}_kendall_tau": _mean([tau for tau in taus if tau is not None]),
-    }
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None

@@ -10,9 +10,11 @@ from __future__ import annotations
 import itertools
 import json
 import math
+from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,22 +57,27 @@ def run(config: Config, *, force: bool = False) -> Path:
     if not output.done:
         with output.writing():
             data = before.input("data", "prepare")
-            examples = data.examples(comparison["split"])[: comparison["examples"]]
+            examples = partial(_examples, data, comparison)
             findings = {
                 "title": config.title,
                 **comparison,
                 "reliability": reliability(comparison, before, after),
-                "lengths": lengths(comparison, before, after, examples),
+                "lengths": lengths(comparison, before, after, examples()),
                 **history(data, calibrated, before, after),
             }
             drawn = draw(findings)
-            shown = examples[: config.max_examples]
+            shown = [*itertools.islice(examples(), config.max_examples)]
             output.write_text("report.html", document(findings, drawn, len(shown), _explorer(comparison, before, after, shown)))
             output.write_json("figures.json", findings)
             for name, figure in drawn.items():
                 figures.save(figure, output.folder / "figures" / name)
     show(comparison)
     return output.path
+
+
+def _examples(data: store.Folder, comparison: dict[str, Any]) -> Iterator[Example]:
+    """Those that were evaluated."""
+    return itertools.islice(data.stream_examples(comparison["split"]), comparison["examples"])
 
 
 def document(findings: dict[str, Any], drawn: dict[str, figures.Spec], held: int, data: dict[str, str]) -> str:
@@ -194,52 +201,65 @@ def reliability(comparison: dict[str, Any], before: store.Folder, after: store.F
 
     Where likelihood is calibrated it rises from the least likely candidates to the most likely ones.
     """
-    import numpy as np
-
     chosen, columns = headline(comparison["rows"]), ("log_p", "similarity", "rouge")
     quantiles = min(QUANTILES, chosen["before"]["num_candidates"])
     found = []
     for folder, name in ((before, BEFORE), (after, AFTER)):
-        parts: dict[str, list[list[float]]] = {kind: [[] for _ in range(quantiles)] for kind in columns[1:]}
+        parts = {kind: [Sums() for _ in range(quantiles)] for kind in columns[1:]}
         for row in folder.stream("candidates", CANDIDATES, columns=columns, where=("setting", chosen["setting"])):
-            order, count = np.argsort(row["log_p"], kind="stable"), len(row["log_p"])
+            count = len(row["log_p"])
+            order = sorted(range(count), key=row["log_p"].__getitem__)
             for kind in parts if count > 1 else ():
-                quality = np.array(row[kind]) - np.mean(row[kind])
+                mean = math.fsum(row[kind]) / count
                 for rank, candidate in enumerate(order):
-                    parts[kind][rank * quantiles // count].append(quality[candidate])
+                    parts[kind][rank * quantiles // count].add(row[kind][candidate] - mean)
         found += [
-            {"kind": kind, "model": name, "quantile": quantile, **_mean_with_interval(values, 100 if kind == "rouge" else 1)}
+            {"kind": kind, "model": name, "quantile": quantile, **sums.mean_with_interval(100 if kind == "rouge" else 1)}
             for kind, by_quantile in parts.items()
-            for quantile, values in enumerate(by_quantile, start=1)
-            if values
+            for quantile, sums in enumerate(by_quantile, start=1)
+            if sums.count
         ]
     return found
 
 
-def _mean_with_interval(values: list[float], scale: float) -> dict[str, float]:
-    """The mean, and where it would lie in 95 of 100 such samples, by the normal distribution."""
-    mean = math.fsum(values) / len(values)
-    spread = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / max(1, len(values) - 1) / len(values))
-    return {"quality": scale * mean, "low": scale * (mean - 1.96 * spread), "high": scale * (mean + 1.96 * spread)}
+class Sums:
+    """Of values around 0, and of their squares."""
+
+    def __init__(self) -> None:
+        self.count, self._sum, self._squares = 0, 0.0, 0.0
+
+    def add(self, value: float) -> None:
+        self.count, self._sum, self._squares = self.count + 1, self._sum + value, self._squares + value * value
+
+    def mean_with_interval(self, scale: float) -> dict[str, float]:
+        """The mean, and where it would lie in 95 of 100 such samples, by the normal distribution."""
+        mean = self._sum / self.count
+        variance = max(0.0, self._squares - self.count * mean * mean) / max(1, self.count - 1)
+        spread = math.sqrt(variance / self.count)
+        return {"quality": scale * mean, "low": scale * (mean - 1.96 * spread), "high": scale * (mean + 1.96 * spread)}
 
 
 def lengths(
-    comparison: dict[str, Any], before: store.Folder, after: store.Folder, examples: list[Example]
+    comparison: dict[str, Any], before: store.Folder, after: store.Folder, examples: Iterable[Example]
 ) -> list[dict[str, Any]]:
     """Which share of outputs, and of references, has how many words."""
     where = ("setting", headline(comparison["rows"])["setting"])
     words = {
-        name: [row["words"] for row in folder.stream("outputs", OUTPUTS, columns=["words"], where=where)]
+        name: Counter(row["words"] for row in folder.stream("outputs", OUTPUTS, columns=["words"], where=where))
         for folder, name in ((before, BEFORE), (after, AFTER))
     }
-    words["references"] = [len(target.split()) for example in examples for target in example.targets]
+    words["references"] = Counter(len(target.split()) for example in examples for target in example.targets)
     width = math.ceil((max(map(max, words.values())) + 1) / 40)
-    return [
-        {"of": name, "words": width * part, "share": 100 * counts[part] / len(values)}
-        for name, values in words.items()
-        for counts in [Counter(value // width for value in values)]
-        for part in range(min(counts), max(counts) + 1)
-    ]
+    found = []
+    for name, counts in words.items():
+        parts = Counter[int]()
+        for length, count in counts.items():
+            parts[length // width] += count
+        found += [
+            {"of": name, "words": width * part, "share": 100 * parts[part] / counts.total()}
+            for part in range(min(parts), max(parts) + 1)
+        ]
+    return found
 
 
 def history(
@@ -292,13 +312,16 @@ def _results(folder: store.Folder) -> dict[str, Any]:
 
 
 def statistics(folder: store.Folder) -> dict[tuple[str, str], np.ndarray]:
-    """By setting and metric, of every example. [examples, k]"""
+    """By setting and metric, of every example, 8 bytes each. [examples, k]"""
     import numpy as np
 
-    found: dict[tuple[str, str], list[list[float]]] = {}
+    found: dict[tuple[str, str], array[float]] = {}
+    width: dict[tuple[str, str], int] = {}
     for row in folder.stream("statistics", STATISTICS):
-        found.setdefault((row["setting"], row["metric"]), []).append(row["statistics"])
-    return {key: np.array(rows) for key, rows in found.items()}
+        key, values = (row["setting"], row["metric"]), row["statistics"]
+        found.setdefault(key, array("d")).extend(values)
+        width[key] = len(values)
+    return {key: np.frombuffer(values).reshape(-1, width[key]) for key, values in found.items()}
 
 
 def _explorer(comparison: dict[str, Any], before: store.Folder, after: store.Folder, examples: list[Example]) -> dict[str, str]:

@@ -168,7 +168,7 @@ class Scorer:
         longest = min(longest, max_positions(self.tuned.model.config) or longest)
         examples, rows = zip(*inputs.values(), strict=True)
         sources, _ = self.tuned.encode_sources([example.source for example in examples], self.max_source_length)
-        scores = _similarities(
+        scores = similarities(
             self.tuned, self.function, sources, [example.targets for example in examples], rows, advance,
             max_target_length=longest, batch_size=self.config.batch_size,
         )  # fmt: skip
@@ -195,30 +195,12 @@ def similarities(
     sources: Sequence[Sequence[int]],
     targets: Sequence[Sequence[str]],
     rows: Sequence[dict[str, Any]],
-    *,
-    max_target_length: int,
-    batch_size: int,
-    description: str,
-) -> list[list[float]]:
-    """s(candidate, target) of every candidate of every row, the best over its references."""
-    with display.Bar(description, len(rows)) as bar:
-        return _similarities(
-            tuned, function, sources, targets, rows, bar.advance, max_target_length=max_target_length, batch_size=batch_size
-        )
-
-
-def _similarities(
-    tuned: Seq2Seq,
-    function: Callable[[Outputs, Outputs], Tensor],
-    sources: Sequence[Sequence[int]],
-    targets: Sequence[Sequence[str]],
-    rows: Sequence[dict[str, Any]],
     advance: Callable[..., None],
     *,
     max_target_length: int,
     batch_size: int,
 ) -> list[list[float]]:
-    """The same, telling how many are done."""
+    """s(candidate, target) of every candidate of every row, the best over its references."""
     import torch
 
     from calibeam.engine.packing import Source
