@@ -493,7 +493,7 @@ def test_fault_38_what_separates_sentences_is_a_setting_and_in_the_signature(tmp
     texts = []
     for newline in ("<n>", "\n"):
         for row in rows:
-            row["target"] = newline.join(row["source"].split()[:4][::-1])
+            row["target"] = newline.join(row["source"].split()[::-1])
         split = write_rows(tmp_path / f"{len(newline)}.jsonl", rows)
         data = prepare.run(
             prepare.Config(output=str(tmp_path / f"data-{len(newline)}"), train=split, validation=split, test=split)
