@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -37,17 +38,22 @@ from calibeam.pipeline import Step
 
 step = training.TrainingStep.__call__
 
+def say(text):
+    os.write(1, f"{text}\\n".encode())  # at once, or processes mix their lines
+
 def slowly(self, batch, number):
-    if self._config.output.endswith("signalled") and number == 2 and distributed.rank() == 1:
-        print("at 2 is", os.getpid(), flush=True)
-        time.sleep(1.5)
+    if self._config.output.endswith("signalled") and number == 2:
+        say(f"holds {len(self._optimizer.optim.state)} of {len(self._parameters)}")
+        if distributed.rank() == 1:
+            say(f"at 2 is {os.getpid()}")
+            time.sleep(1.5)
     return step(self, batch, number)
 
 def work():
     distributed.BUCKET = 3  # so that there are three: of several tensors, of a larger one, and what is left
     ours = [torch.full((size,), 10.0 ** distributed.rank()) for size in (1, 2, 5, 1)]
     distributed.add_up(ours)
-    print("sums", [tensor.tolist() for tensor in ours], flush=True)
+    say(f"sums {[tensor.tolist() for tensor in ours]}")
     distributed.BUCKET = 1000
     for name, settings in json.loads(sys.argv[1]):
         Step(name, recipe.build(stages.load(name).Config, name, settings)).run()
@@ -56,7 +62,7 @@ training.TrainingStep.__call__, cli.app = slowly, work
 try:
     cli.main()
 except SystemExit as end:
-    print("ends with", end.code, flush=True)
+    say(f"ends with {end.code}")
     raise
 """
 
@@ -162,7 +168,7 @@ def assert_the_same(other: Path, whole: Path, start: Path) -> None:
 
 def test_fault_03_two_processes_train_as_one_does_and_a_signal_to_one_stops_both(work: Path, tmp_path: Path) -> None:
     """Fine-tuning and pretraining with dropout, calibration with sampled pairs and with generation in validations; then two go on
-    with what one began, and one with what two began."""
+    with what one began, and one with what two began, where the two share the optimizer's state."""
     with pytest.MonkeyPatch.context() as patch, signals.listening():
         signalled(patch, store.Output, "append_log", signal.SIGTERM, 5)  # 0 validated, 1, 2, 3, and here: 3 validated
         with pytest.raises(signals.Stopped):
@@ -171,14 +177,15 @@ def test_fault_03_two_processes_train_as_one_does_and_a_signal_to_one_stops_both
 
     names = ("finetune", "calibrate", "pretrain")
     stages = [work_of(name, work, tmp_path / name) for name in names]
-    last = work_of("finetune", work, tmp_path / "signalled")
-    with torchrun(2, tmp_path, *stages, work_of("finetune", work, tmp_path / "begun"), last) as started:
+    last = work_of("finetune", work, tmp_path / "signalled", shard_optimizer=True)
+    begun = work_of("finetune", work, tmp_path / "begun", shard_optimizer=True)
+    with torchrun(2, tmp_path, *stages, begun, last) as started:
         assert started.stdout is not None
         said = []
         for line in started.stdout:
             said.append(line)
-            if line.startswith("at 2 is"):
-                os.kill(int(line.split()[-1]), signal.SIGTERM)
+            if found := re.search(r"at 2 is (\d+)", line):
+                os.kill(int(found[1]), signal.SIGTERM)
         _, errors = started.communicate(timeout=60)
 
     start = dict.fromkeys(names, work / "model") | {"pretrain": work / "pieces-model/model"}
@@ -192,6 +199,9 @@ def test_fault_03_two_processes_train_as_one_does_and_a_signal_to_one_stops_both
     measured = [json.loads(line).get("validation", {}) for line in (tmp_path / "calibrate/log.jsonl").open()]
     assert all(figures["rouge"] > 5 for figures in measured if figures)
 
+    one, other = ([*map(int, each)] for each in re.findall(r"holds (\d+) of (\d+)", heard))
+    assert one[0] + other[0] == one[1] == other[1]
+    assert min(one[0], other[0]) > 0
     assert heard.count("ends with 143") == 2
     assert errors.count("error: stopped by SIGTERM") == 1
     assert checkpoints(tmp_path / ".signalled.partial") == [2]

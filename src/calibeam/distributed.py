@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -177,6 +177,21 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             bucket = []
         bucket.append(tensor)
     yield bucket
+
+
+def sharded(optimizer_class: type, parameters: Iterable[Tensor], **settings: Any) -> Any:
+    """An optimizer of which every process holds the state of some parameters, updates these and sends them to the others."""
+    if size() == 1:
+        return optimizer_class(parameters, **settings)
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(parameters, optimizer_class, **settings)
+
+
+def collect(optimizer: Any) -> None:
+    """Bring all of its state to the first process, to be saved, if it is sharded."""
+    if hasattr(optimizer, "consolidate_state_dict"):
+        optimizer.consolidate_state_dict(to=0)
 
 
 def highest(number: int) -> int:

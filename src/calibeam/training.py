@@ -51,6 +51,9 @@ class TrainingConfig(StageConfig):
         (), "also tell the figures of steps and validations to these", choices=lambda: trackers.NEEDS, identity=False
     )
     cuda_graphs: bool = option(True, "on a GPU, record the work of each shape once and replay it", identity=False)
+    shard_optimizer: bool = option(
+        False, "of several processes, each holds a share of the optimizer's state, and not all of it", identity=False
+    )
     device: str = option("auto", "auto, cpu or cuda", identity=False)
 
     def __post_init__(self) -> None:
@@ -168,7 +171,7 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
         step, state = found[0]["step"], _Progress(**found[0]["progress"])
         problem.batches.restore(found[1])
         display.say(f"  going on after step {step}")
-    if distributed.highest(step) != step or distributed.highest(-step) != -step:
+    if distributed.highest(step) != -distributed.highest(-step):
         raise CalibeamError(
             f"processes find different checkpoints in {output.folder}: it must be on a disk that all of them share"
         )
@@ -209,6 +212,7 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
                 state.drift = problem.drift(figures) if problem.drift else 1.0
                 asked = distributed.highest(signals.asked())
                 if plan.validates(step) or step % config.save_steps == 0 or asked:
+                    distributed.collect(optimizer)
                     distributed.by_first(save)
             signals.heed(asked)
     model.eval()
@@ -432,9 +436,14 @@ def make_optimizer(model: Any, config: TrainingConfig, steps: int) -> tuple[Any,
     import torch
     from transformers import get_scheduler
 
-    optimizer_class = getattr(torch.optim, OPTIMIZERS[config.optimizer])
-    fused = {"fused": True} if config.optimizer == "adamw" and model.device.type == "cuda" else {}
-    optimizer = optimizer_class(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, **fused)
+    optimizer_class, sharded = getattr(torch.optim, OPTIMIZERS[config.optimizer]), config.shard_optimizer
+    settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    if config.optimizer == "adamw" and model.device.type == "cuda" and not sharded:
+        settings["fused"] = True
+    if sharded:
+        optimizer = distributed.sharded(optimizer_class, model.parameters(), **settings)
+    else:
+        optimizer = optimizer_class(model.parameters(), **settings)
     schedule = get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps)
     return optimizer, schedule
 
