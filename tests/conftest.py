@@ -98,6 +98,31 @@ def tiny_model(family: str, seed: int = 0, vocabulary: int = VOCABULARY) -> Any:
     return (FAMILIES | STRANGERS)[family](vocabulary).eval()
 
 
+def model_of_words() -> Seq2Seq:
+    """A PEGASUS whose vocabulary is the words, with weights that do not depend on how transformers draws them."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    ids = {word: number for number, word in enumerate(["<pad>", "</s>", "<unk>", *dict.fromkeys(WORDS)])}
+    words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    words.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
+    model = PegasusForConditionalGeneration(
+        PegasusConfig(
+            vocab_size=len(ids), d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
+            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=32,
+            scale_embedding=True, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None,
+        )
+    ).eval()  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in sorted(model.named_parameters()):
+            if weight.requires_grad:  # positions are not learnt
+                weight.copy_(0.2 * torch.randn(weight.shape, generator=generator) + float("norm.weight" in name))
+    return Seq2Seq(model, tokenizer)
+
+
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     return train_tokenizer([sentence(seed, 20) for seed in range(50)], VOCABULARY)

@@ -169,7 +169,7 @@ def test_a_signal_waits_for_what_is_postponed_and_handlers_are_put_back() -> Non
         for _ in range(2):  # a signal that something swallowed is found again
             with pytest.raises(signals.Stopped, match="SIGTERM"):
                 work()
-    assert done == [True, True]
+    assert done == [signal.SIGTERM, signal.SIGTERM]
     assert not signals.asked()
     assert signal.getsignal(signal.SIGTERM) is before
 

@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 import calibeam
-from calibeam import display, functions, pipeline, recipe, signals, stages
+from calibeam import display, distributed, functions, pipeline, recipe, signals, stages
 from calibeam.presets import PRESETS
 from calibeam.records import CalibeamError
 
@@ -45,12 +45,13 @@ AllowCode = Annotated[
 def main() -> None:
     _quiet()
     try:
-        with signals.listening():
+        with signals.listening(), distributed.joined():
             app()
     except CalibeamError as error:
         display.complain(str(error))
         sys.exit(2)
     except signals.Stopped as stop:
+        signals.ignore()
         display.complain(f"stopped by {stop}. Nothing half-written is left behind; the same command goes on from here")
         sys.exit(stop.exit_code)
 
@@ -340,4 +341,5 @@ class _CleanFormatter(logging.Formatter):
 
 def _explain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """A mistake of ours, whose message may hold text out of data."""
-    sys.stderr.write(display.printable("".join(traceback.format_exception(kind, error, trace))))
+    if not display.errors.quiet:
+        sys.stderr.write(display.printable("".join(traceback.format_exception(kind, error, trace))))

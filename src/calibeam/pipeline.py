@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibeam import display, presets, recipe, stages, store
+from calibeam import display, distributed, presets, recipe, stages, store
 from calibeam.records import CalibeamError
 
 TOP = {"output": str, "model": str, "preset": str}
@@ -29,7 +29,10 @@ class Step:
     """The steps whose folders this one reads, where that is known."""
 
     def run(self, *, force: bool = False) -> Path:
-        return stages.load(self.stage).run(self.config, force=force)
+        stage = stages.load(self.stage)
+        if self.stage in stages.TOGETHER:
+            return stage.run(self.config, force=force)
+        return Path(distributed.by_first(lambda: str(stage.run(self.config, force=force))))
 
 
 def plan(tables: dict[str, Any], only: str | None = None) -> list[Step]:
@@ -116,6 +119,6 @@ def finish(tables: dict[str, Any]) -> None:
     """Put the report where a person looks for it, and say where things are."""
     report, export = (next(step.config for step in plan(tables) if step.stage == name) for name in ("report", "export"))
     page = Path(tables["output"]) / "report.html"
-    store.write_file(page, (Path(report.output) / "report.html").read_text(encoding="utf-8"))
+    distributed.by_first(lambda: store.write_file(page, (Path(report.output) / "report.html").read_text(encoding="utf-8")))
     display.say(f"checkpoint: {export.output}", style="bold green")
     display.say(f"report:     {page}", style="bold green")

@@ -53,17 +53,28 @@ def postponed() -> Iterator[None]:
         raise Stopped(_asked)
 
 
-def asked() -> bool:
-    """Whether a postponed signal waits."""
-    return _asked is not None
+def asked() -> int:
+    """The number of the postponed signal that waits; 0 if there is none."""
+    return _asked or 0
+
+
+def heed(number: int) -> None:
+    """Stop by a signal, if it is one, that another process may have had."""
+    if number:
+        raise Stopped(signal.Signals(number))
+
+
+def ignore() -> None:
+    """On the way out there is nothing more to stop."""
+    for number in STOPPING:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def leave_to_parent() -> None:
     """In a process that works for another: signals reach both, and the parent sees to it; without a parent it ends."""
     from multiprocessing import parent_process
 
-    for number in STOPPING:
-        signal.signal(number, signal.SIG_IGN)
+    ignore()
     parent = parent_process()
     assert parent is not None
 

@@ -31,7 +31,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 import calibeam
-from calibeam import rows, signals
+from calibeam import distributed, rows, signals
 from calibeam.recipe import StageConfig
 from calibeam.records import CalibeamError, Example
 
@@ -314,7 +314,10 @@ def _write_rows(file: Path, rows: Iterable[dict[str, Any]], schema: pa.Schema) -
 
 
 class Output:
-    """A stage folder to be: already `done`, or written inside `with output.writing():`."""
+    """A stage folder to be: already `done`, or written inside `with output.writing():`.
+
+    Of several processes the first looks after the folder, and the others only know its place.
+    """
 
     def __init__(self, kind: str, config: StageConfig, inputs: dict[str, Folder], *, force: bool = False) -> None:
         self.kind, self.config, self.path = kind, config, Path(config.output)
@@ -334,11 +337,19 @@ class Output:
         }
         self._places = {name: str(folder.path) for name, folder in inputs.items()}
         self._force = force
+        self.done = distributed.by_first(self._look)
+        theirs = distributed.by_first(lambda: self._origin)
+        if changes := _differences(theirs, self._origin):
+            raise CalibeamError(f"{self.path}: this process and the first make different things:\n  " + "\n  ".join(changes))
+
+    def _look(self) -> bool:
+        """Whether it is done; if not, it can be made."""
         self._refuse_links()
         self._adopt()
-        self.done = self._is_done()
-        if not self.done:
-            self._check_partial()
+        if self._is_done():
+            return True
+        self._check_partial()
+        return False
 
     def _refuse_links(self) -> None:
         """What an interrupted run left may have come from anyone, and writing to a link writes elsewhere."""
@@ -390,6 +401,12 @@ class Output:
 
         With `resume`, what an interrupted run left in `self.folder` is kept and gone on with.
         """
+        if not distributed.is_first():
+            _wait_for_first()  # to make the folder
+            yield self
+            _wait_for_first()  # to finish it
+            self.done = True
+            return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -404,6 +421,7 @@ class Output:
                 started, clock = time.time(), time.monotonic()
                 if resume:
                     write_file(origin, json.dumps(self._beginning()))
+                _wait_for_first()
                 yield self
                 with signals.postponed():
                     self._finish(started, time.monotonic() - clock)
@@ -414,6 +432,7 @@ class Output:
                     raise problem from error
                 raise
         self.done = True
+        _wait_for_first()
 
     def write_rows(self, name: str, rows: Iterable[dict[str, Any]], schema: pa.Schema) -> None:
         """One table, whole or not at all, and never all of it in memory."""
@@ -484,6 +503,10 @@ class Output:
         os.replace(self.folder, self.path)
         sync(self.path.parent)
         shutil.rmtree(old, ignore_errors=True)
+
+
+def _wait_for_first() -> None:
+    distributed.by_first(lambda: None)
 
 
 def is_free(path: Path) -> bool:

@@ -9,10 +9,11 @@ from __future__ import annotations
 import dataclasses
 from bisect import bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from io import BytesIO
 from multiprocessing import get_context
 from typing import Any, NamedTuple
 
@@ -261,22 +262,41 @@ def _make(epoch: int, chunk: Sequence[tuple[int, str | None]]) -> tuple[list[Exa
 def pack(snapshot: Snapshot) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     """A snapshot as plain data and arrays."""
     examples = [*snapshot.waiting, *snapshot.buffer]
-    arrays: dict[str, np.ndarray] = {}
-    for field in ("source", "target", "places", "told"):
-        rows = [getattr(example, field) for example in examples]
-        arrays[f"{field}_lengths"] = np.array([len(row) for row in rows], dtype=np.int64)
-        arrays[field] = np.concatenate([np.zeros(0, np.int32), *rows])
     facts = {**snapshot._asdict(), "waiting": len(snapshot.waiting), "buffer": [example.name for example in examples]}
-    return facts, arrays
+    return facts, _columns(examples)
 
 
 def unpack(facts: dict[str, Any], arrays: dict[str, np.ndarray]) -> Snapshot:
-    columns = [
-        np.split(arrays[field], np.cumsum(arrays[f"{field}_lengths"])[:-1]) for field in ("source", "target", "places", "told")
-    ]
-    examples = [Example(*row) for row in zip(facts["buffer"], *columns, strict=False)]
+    examples = _rows(facts["buffer"], arrays)
     waiting = facts["waiting"]
     return Snapshot(**{**facts, "waiting": examples[:waiting], "buffer": examples[waiting:]})
+
+
+def to_bytes(examples: Sequence[Example]) -> bytes:
+    """Examples for another process."""
+    file = BytesIO()
+    arrays: dict[str, Any] = {"names": np.array([example.name for example in examples]), **_columns(examples)}
+    np.savez(file, **arrays)
+    return file.getvalue()
+
+
+def from_bytes(content: bytes) -> list[Example]:
+    with np.load(BytesIO(content), allow_pickle=False) as arrays:
+        return _rows(arrays["names"].tolist(), arrays)
+
+
+def _columns(examples: Sequence[Example]) -> dict[str, np.ndarray]:
+    arrays: dict[str, np.ndarray] = {}
+    for field in Example._fields[1:]:
+        rows = [getattr(example, field) for example in examples]
+        arrays[f"{field}_lengths"] = np.array([len(row) for row in rows], dtype=np.int64)
+        arrays[field] = np.concatenate([np.zeros(0, np.int32), *rows])
+    return arrays
+
+
+def _rows(names: Sequence[str], arrays: Mapping[str, np.ndarray]) -> list[Example]:
+    columns = [np.split(arrays[field], np.cumsum(arrays[f"{field}_lengths"])[:-1]) for field in Example._fields[1:]]
+    return [Example(*row) for row in zip(names, *columns, strict=False)]
 
 
 def first_examples(files: Sequence[str], config: CorpusConfig, task: Task, most: int) -> list[Example]:

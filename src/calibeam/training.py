@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from calibeam import display, signals, store, trackers
+from calibeam import display, distributed, signals, store, trackers
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError
 
 if TYPE_CHECKING:
     import torch
-    from torch import Generator, Tensor
+    from torch import Tensor
 
     from calibeam.checkpoint import Position
     from calibeam.engine.graphs import Batch
@@ -51,6 +51,9 @@ class TrainingConfig(StageConfig):
         (), "also tell the figures of steps and validations to these", choices=lambda: trackers.NEEDS, identity=False
     )
     cuda_graphs: bool = option(True, "on a GPU, record the work of each shape once and replay it", identity=False)
+    shard_optimizer: bool = option(
+        False, "of several processes, each holds a share of the optimizer's state, and not all of it", identity=False
+    )
     device: str = option("auto", "auto, cpu or cuda", identity=False)
 
     def __post_init__(self) -> None:
@@ -117,8 +120,8 @@ class Problem(NamedTuple):
     """What to train on, and how."""
 
     batches: Batches
-    batch: Callable[[Sequence[Any], Generator], Batch]
-    """The contents of some items, on the host."""
+    batch: Callable[[Sequence[Any], Sequence[int]], Batch]
+    """The contents of some items, on the host; each has a random number of its own."""
     loss: Callable[[Batch], dict[str, Tensor]]
     """The summed loss of a batch, and figures to show, summed likewise. It must not wait for a GPU."""
     validate: Callable[[], dict[str, float]]
@@ -135,19 +138,18 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
     """Train, validate, and leave the chosen weights in `output.folder/model`.
 
     Where weights are chosen, the starting point is validated too: a run that only makes things worse gives it back unchanged.
+    Several processes walk through this side by side: each decides as the others do, and the first alone writes.
     """
-    import torch
-
     from calibeam import checkpoint
 
     select = plan.select
-    torch.manual_seed(config.seed)
     optimizer, schedule = make_optimizer(model, config, plan.steps)
     step, state = 0, _Progress()
 
     def log(kind: str, figures: dict[str, float]) -> None:
-        output.append_log({"step": step, kind: figures})
-        told.log(step, kind, figures)
+        if distributed.is_first():
+            output.append_log({"step": step, kind: figures})
+            told.log(step, kind, figures)
 
     def validate(shown: str) -> None:
         model.eval()
@@ -156,17 +158,36 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
             log("validation", figures)
             display.say(f"  step {step}: {shown}validation " + _show(figures))
         if state.judge(figures, step, plan):
-            problem.save(output.folder / "model")
+            distributed.by_first(keep)
+
+    def keep() -> None:
+        problem.save(output.folder / "model")
+
+    def save() -> None:
+        facts = {"step": step, "progress": dataclasses.asdict(state)}
+        checkpoint.save(output.folder, facts, model, optimizer, schedule, problem.batches.position())
 
     if found := checkpoint.load(output.folder, model, optimizer, schedule):
         step, state = found[0]["step"], _Progress(**found[0]["progress"])
         problem.batches.restore(found[1])
         display.say(f"  going on after step {step}")
+    if distributed.highest(step) != -distributed.highest(-step):
+        raise CalibeamError(
+            f"processes find different checkpoints in {output.folder}: it must be on a disk that all of them share"
+        )
     # A checkpoint is of the moment after a step and before its validation, if one is due.
-    output.keep_log(lambda record: record["step"] < step or (record["step"] == step and "train" in record))
+    if distributed.is_first():
+        output.keep_log(lambda record: record["step"] < step or (record["step"] == step and "train" in record))
+    if (parts := math.ceil(config.batch_size / config.micro_batch_size)) < distributed.size():
+        idle = f"{distributed.size() - parts} of {distributed.size()} processes have nothing to do"
+        display.say(f"  a step is {parts} micro-batches: {idle}. Give a smaller micro_batch_size", style="yellow")
     update = TrainingStep(model, config, problem, optimizer)
-    shown = ""
-    with trackers.opened(config.report_to, output.path, config.identity()) as told, display.Bar(output.kind, plan.steps) as bar:
+    shown, told_by_first = "", config.report_to if distributed.is_first() else ()
+    with (
+        signals.postponed() if distributed.size() > 1 else nullcontext(),  # until all know of it
+        trackers.opened(told_by_first, output.path, config.identity()) as told,
+        display.Bar(output.kind, plan.steps) as bar,
+    ):
         bar.advance(step)
         while True:
             if plan.validates(step):
@@ -189,13 +210,15 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
                 shown += _show({called: figures[name] for name, called in problem.shown.items()}) + "  "
                 bar.advance(figures=shown)
                 state.drift = problem.drift(figures) if problem.drift else 1.0
-                if plan.validates(step) or step % config.save_steps == 0 or signals.asked():
-                    facts = {"step": step, "progress": dataclasses.asdict(state)}
-                    checkpoint.save(output.folder, facts, model, optimizer, schedule, problem.batches.position())
+                asked = distributed.highest(signals.asked())
+                if plan.validates(step) or step % config.save_steps == 0 or asked:
+                    distributed.collect(optimizer)
+                    distributed.by_first(save)
+            signals.heed(asked)
     model.eval()
     output.counts["steps"] = step
     if select is None:
-        problem.save(output.folder / "model")
+        distributed.by_first(keep)
     else:
         output.counts |= {"best_step": state.best_step, f"best_{select}": SELECTIONS[select] * state.best}
         if state.best_step == 0:
@@ -203,7 +226,7 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
             display.say(f"  {output.notes[-1]}", style="yellow")
         else:
             display.say(f"  kept step {state.best_step}, the best by validation {select}")
-    checkpoint.remove(output.folder)
+    distributed.by_first(lambda: checkpoint.remove(output.folder))
 
 
 @dataclass
@@ -284,7 +307,11 @@ def forced(source: Source, batch: Batch) -> Forced:
 
 
 class TrainingStep:
-    """One update from the mean loss over a batch, computed some examples of similar length at a time."""
+    """One update from the mean loss over a batch, computed some examples of similar length at a time.
+
+    Which examples go together, and the random numbers of each, depend on the batch alone: several processes take turns, and what
+    they found is added up. One that has no turn computes what counts nothing, so that all have gradients of the same parameters.
+    """
 
     def __init__(self, model: Any, config: TrainingConfig, problem: Problem, optimizer: Any) -> None:
         from calibeam import families
@@ -300,24 +327,35 @@ class TrainingStep:
     def __call__(self, batch: Sequence[Item], step: int) -> dict[str, float]:
         import torch
 
-        problem, size = self._problem, self._config.micro_batch_size
-        batch = sorted(batch, key=lambda item: item.length)
-        weight = torch.tensor(sum(item.weight for item in batch), dtype=torch.float32)
-        generator = torch.Generator().manual_seed((self._config.seed << 32) + step)
-        parts = [batch[start : start + size] for start in range(0, len(batch), size)]
-        found = [
-            self._add_gradients({**problem.batch([item.content for item in part], generator), "weight": weight}) for part in parts
-        ]
+        batch, size = sorted(batch, key=lambda item: item.length), self._config.micro_batch_size
+        weight = sum(item.weight for item in batch)
+        generator = torch.Generator().manual_seed(mixed(self._config.seed, step))
+        seeds = torch.randint(2**62, (len(batch),), generator=generator).tolist()
+        parts = [slice(start, start + size) for start in range(0, len(batch), size)]
+        turns = slice(distributed.rank(), None, distributed.size())
+        own = parts[turns]
+        idle = [] if own else [self._part(batch[:1], seeds[:1], math.inf)]
+        found = torch.stack([self._part(batch[of], seeds[of], weight) for of in own] or idle)
+        values = found.new_zeros(len(parts), found.shape[1])
+        values[turns] = found[: len(own)]
+        distributed.add_up([*(p.grad for p in self._parameters if p.grad is not None), values])
         norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
-        values = torch.stack(found)
-        for part, loss in zip(parts, values[:, 0].tolist(), strict=True):
+        for of, loss in zip(parts, values[:, 0].tolist(), strict=True):
             if not math.isfinite(loss):
-                raise _not_finite("loss", loss, step, part)
+                raise _not_finite("loss", loss, step, batch[of])
         if not math.isfinite(norm):
             raise _not_finite("gradient", float(norm), step, batch)
         self._optimizer.step()
         clear_gradients(self._parameters)
-        return dict(zip(self._names, (values.double().sum(0) / weight.item()).tolist(), strict=True))
+        return dict(zip(self._names, (values.double().sum(0) / weight).tolist(), strict=True))
+
+    def _part(self, items: Sequence[Item], seeds: Sequence[int], weight: float) -> Tensor:
+        """Some of the batch; what is random in the pass itself, dropout, goes by the number of the first of them."""
+        import torch
+
+        torch.manual_seed(seeds[0])
+        batch = self._problem.batch([item.content for item in items], seeds)
+        return self._add_gradients({**batch, "weight": torch.tensor(weight, dtype=torch.float32)})
 
     def _backward(self, batch: Batch) -> Tensor:
         import torch
@@ -361,6 +399,11 @@ def _not_finite(what: str, value: float, step: int, batch: Sequence[Item]) -> Ca
     )
 
 
+def mixed(seed: int, number: int) -> int:
+    """A seed for each number. PyTorch's generator on the host looks at 32 bits of it, no more."""
+    return (seed * 0x9E3779B1 + number) % 2**32
+
+
 class Shuffled:
     """Every item once per epoch, in an order that depends on seed and epoch alone."""
 
@@ -374,7 +417,7 @@ class Shuffled:
 
         epoch, place = divmod(self._given, math.ceil(len(self._items) / self._batch_size))
         if self._order is None or self._order[0] != epoch:
-            generator = torch.Generator().manual_seed((self._seed << 32) + epoch)
+            generator = torch.Generator().manual_seed(mixed(self._seed, epoch))
             self._order = epoch, torch.randperm(len(self._items), generator=generator).tolist()
         self._given += 1
         start = place * self._batch_size
@@ -393,9 +436,14 @@ def make_optimizer(model: Any, config: TrainingConfig, steps: int) -> tuple[Any,
     import torch
     from transformers import get_scheduler
 
-    optimizer_class = getattr(torch.optim, OPTIMIZERS[config.optimizer])
-    fused = {"fused": True} if config.optimizer == "adamw" and model.device.type == "cuda" else {}
-    optimizer = optimizer_class(model.parameters(), lr=config.learning_rate, weight_decay=config.weight_decay, **fused)
+    optimizer_class, sharded = getattr(torch.optim, OPTIMIZERS[config.optimizer]), config.shard_optimizer
+    settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
+    if config.optimizer == "adamw" and model.device.type == "cuda" and not sharded:
+        settings["fused"] = True
+    if sharded:
+        optimizer = distributed.sharded(optimizer_class, model.parameters(), **settings)
+    else:
+        optimizer = optimizer_class(model.parameters(), **settings)
     schedule = get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps)
     return optimizer, schedule
 

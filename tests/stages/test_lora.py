@@ -163,7 +163,8 @@ def test_the_reference_is_the_model_without_the_adapter(family: str, regularizer
     config, adapter = a_config(regularizer=regularizer, reg_weight=1.0, pairs="all"), an_adapter(model.model)
     step = calibrate.CalibrationStep(model, model, config, adapter.off)
     beside_a_copy = calibrate.CalibrationStep(model, copied, config)
-    batch = step.batch(*a_batch(model), torch.Generator().manual_seed(0))
+    sources, targets, rows = a_batch(model)
+    batch = step.batch(sources, targets, rows, range(len(rows)))
     assert step.loss(batch)["regularization"].item() == pytest.approx(0.0, abs=1e-5)
     fill(model.model)
     trained = [parameter for parameter in model.model.parameters() if parameter.requires_grad]
@@ -189,7 +190,7 @@ def test_gradients_are_those_of_peft_in_hugging_faces_forward_pass(family: str, 
     batch, trained = a_batch(model), {n: p for n, p in model.model.named_parameters() if p.requires_grad}
     assert trained
     assert all("lora_" in name for name in trained)
-    ours = step.loss(step.batch(*batch, torch.Generator().manual_seed(0)))["loss"]
+    ours = step.loss(step.batch(*batch, range(len(batch[-1]))))["loss"]
     theirs = hugging_face_loss(
         lambda ids, labels: model.model(input_ids=ids, labels=labels).logits,
         lambda ids, labels: reference(input_ids=ids, labels=labels).logits,

@@ -16,14 +16,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import PegasusConfig, PegasusForConditionalGeneration, PreTrainedTokenizerFast
 
 from calibeam import seq2seq, store
 from calibeam.seq2seq import Seq2Seq
 from calibeam.stages import calibrate, prepare, score
-from conftest import WORDS, sentence
+from conftest import model_of_words, sentence
 
 COMMITTED = Path(__file__).with_name("trajectory.json")
 STEPS, ROWS, CANDIDATES = 50, 8, 4
@@ -35,31 +32,9 @@ RUNS: dict[str, dict[str, Any]] = {
 FIGURES = ("loss", "calibration", "regularization", "agreement")
 
 
-def a_model() -> Seq2Seq:
-    """A PEGASUS whose vocabulary is the words, with weights that do not depend on how transformers draws them."""
-    ids = {word: number for number, word in enumerate(["<pad>", "</s>", "<unk>", *dict.fromkeys(WORDS)])}
-    words = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
-    words.pre_tokenizer = pre_tokenizers.Whitespace()
-    words.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="</s>", unk_token="<unk>")
-    model = PegasusForConditionalGeneration(
-        PegasusConfig(
-            vocab_size=len(ids), d_model=16, encoder_layers=2, decoder_layers=2, encoder_attention_heads=2,
-            decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, max_position_embeddings=32,
-            scale_embedding=True, pad_token_id=0, eos_token_id=1, decoder_start_token_id=0, forced_eos_token_id=None,
-        )
-    ).eval()  # fmt: skip
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for name, weight in sorted(model.named_parameters()):
-            if weight.requires_grad:  # positions are not learnt
-                weight.copy_(0.2 * torch.randn(weight.shape, generator=generator) + float("norm.weight" in name))
-    return Seq2Seq(model, tokenizer)
-
-
 def trajectories(work: Path, names: list[str]) -> dict[str, dict[str, list[float]]]:
     """What every step of the runs logs."""
-    model = a_model()
+    model = model_of_words()
     seq2seq.save(model, work / "model")
     for name, first, count in (("train", 0, ROWS), ("validation", 100, 1), ("test", 200, 1)):
         sources = [sentence(seed, 6 + seed % 5) for seed in range(first, first + count)]

@@ -22,10 +22,10 @@ from conftest import TINY_RECIPE, sentence
 RECIPE = f"""{TINY_RECIPE}[finetune]
 learning_rate = 1e-2
 batch_size = 16
-max_steps = 60
+max_steps = 90
 max_source_length = 24
 max_target_length = 8
-eval_steps = 60
+eval_steps = 90
 [decode]
 num_candidates = 3
 max_new_tokens = 8

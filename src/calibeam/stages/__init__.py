@@ -22,6 +22,9 @@ STAGES: dict[str, str] = {
 ASKED_FOR = frozenset({"tokenizer", "create", "pretrain", "finetune"})
 """Those that run only where a recipe has a table for them."""
 
+TOGETHER = frozenset({"pretrain", "finetune", "calibrate"})
+"""Those that several processes work on together. The others are the first one's, while the rest wait."""
+
 
 def load(name: str) -> Any:
     return import_module(f"calibeam.stages.{name}")

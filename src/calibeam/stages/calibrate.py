@@ -25,7 +25,7 @@ from calibeam.records import CalibeamError
 from calibeam.training import SELECTIONS, ExamplesConfig, Item, Problem, Shuffled, batch_of_pairs, encoded, forced, train
 
 if TYPE_CHECKING:
-    from torch import Generator, Tensor
+    from torch import Tensor
 
     from calibeam.engine.graphs import Batch
     from calibeam.engine.packing import Forced
@@ -97,8 +97,8 @@ def run(config: Config, *, force: bool = False) -> Path:
     targets, targets_cut = model.encode_targets([examples[row["id"]].targets[0] for row in rows], config.max_target_length)
     validation = Validation(model, data.examples("validation"), config)
 
-    def batch(some: Sequence[int], generator: Generator) -> Batch:
-        return step.batch([sources[i] for i in some], [targets[i] for i in some], [rows[i] for i in some], generator)
+    def batch(some: Sequence[int], seeds: Sequence[int]) -> Batch:
+        return step.batch([sources[i] for i in some], [targets[i] for i in some], [rows[i] for i in some], seeds)
 
     def validate() -> dict[str, float]:
         with merged():
@@ -184,13 +184,13 @@ class CalibrationStep:
         sources: Sequence[Sequence[int]],
         targets: Sequence[Sequence[int]],
         rows: Sequence[dict[str, Any]],
-        generator: Generator,
+        seeds: Sequence[int],
     ) -> Batch:
-        """What `loss` reads, on the host."""
+        """What `loss` reads, on the host. seeds: of the pair that is drawn for each row, so that it does not depend on others."""
         from calibeam.engine.packing import plan
 
         tuned, most = self._model, max(len(ids) for row in rows for ids in row["token_ids"])
-        similarity, exists, candidates = self._choose(rows, generator)
+        similarity, exists, candidates = self._choose(rows, seeds)
         sequences = [ids for target, own in zip(targets, candidates, strict=True) for ids in (target, *own)]
         token_ids, token_mask = (
             each.view(len(rows), -1, each.shape[-1])
@@ -228,11 +228,14 @@ class CalibrationStep:
             "agreement": share.sum(),
         }
 
-    def _choose(self, rows: Sequence[dict[str, Any]], generator: Generator) -> tuple[Tensor, Tensor, list[list[list[int]]]]:
+    def _choose(self, rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> tuple[Tensor, Tensor, list[list[list[int]]]]:
         """Similarities and which candidates exist [batch, candidates], and the candidates' token ids."""
         import torch
 
-        chosen = [self._pair(row, generator) if self._sample else list(range(len(row["log_p"]))) for row in rows]
+        chosen = [
+            self._pair(row, seed) if self._sample else list(range(len(row["log_p"])))
+            for row, seed in zip(rows, seeds, strict=True)
+        ]
         most = max(map(len, chosen))
         exists = torch.tensor([[place < len(indices) for place in range(most)] for indices in chosen])
         similarity = torch.zeros(len(rows), most)
@@ -244,11 +247,9 @@ class CalibrationStep:
         return similarity, exists, token_ids
 
     @staticmethod
-    def _pair(row: dict[str, Any], generator: Generator) -> list[int]:
-        """Drawn with the row's own random numbers, so that they do not depend on its batch mates."""
+    def _pair(row: dict[str, Any], seed: int) -> list[int]:
         import torch
 
-        seed = int(torch.randint(2**62, (), generator=generator))
         similarity = torch.tensor([row["similarity"]])
         own = torch.Generator().manual_seed(seed)
         return sample_pair(similarity, torch.ones_like(similarity, dtype=torch.bool), own)[0].tolist()

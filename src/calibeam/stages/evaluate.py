@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import pyarrow as pa
 
 import calibeam
-from calibeam import display, functions, shards, significance, store
+from calibeam import display, distributed, functions, shards, significance, store
 from calibeam.paper import metrics, official
 from calibeam.paper.decoding import DECODERS
 from calibeam.paper.likelihood import perplexity
@@ -290,12 +290,17 @@ class Validation:
         from calibeam.training import autocast
 
         settings = {"num_candidates": self._config.select_num_beams, "max_new_tokens": self._config.max_target_length}
-        with autocast(self._model.device):
-            rows = decode_all(
-                self._model, [e.id for e in self._examples], self._sources, settings, seed=0, description="  validate"
-            )
-        outputs, targets = [row["texts"][0] for row in rows], [example.targets for example in self._examples]
-        scores = rouge(outputs, targets, newline=NEWLINE_MARK)
+
+        def outputs(some: Sequence[int]) -> list[str]:
+            ids, sources = [self._examples[i].id for i in some], [self._sources[i] for i in some]
+            with autocast(self._model.device):
+                rows = decode_all(self._model, ids, sources, settings, seed=0, description="  validate")
+            return [row["texts"][0] for row in rows]
+
+        by_length = sorted(range(len(self._sources)), key=lambda index: len(self._sources[index]))
+        found = dict(zip(by_length, distributed.spread(outputs, by_length), strict=True))
+        targets = [example.targets for example in self._examples]
+        scores = rouge([found[i] for i in range(len(found))], targets, newline=NEWLINE_MARK)
         return 100 * metrics.geometric_mean(*(float(scores[kind][:, 2].mean()) for kind in ROUGE_KINDS))
 
 
@@ -324,14 +329,14 @@ def _log_p(model: Seq2Seq, sources: Sequence[Sequence[int]], targets: Sequence[S
     from calibeam.engine.logprob import sequence_log_p
     from calibeam.training import autocast
 
-    total, tokens = 0.0, 0
-    for batch in seq2seq.batches_by_length(sources, 32):
+    def log_p(batch: Sequence[int]) -> float:
+        input_ids, mask = model.batch([sources[index] for index in batch])
+        target, target_mask = model.batch([targets[index] for index in batch])
         with torch.no_grad(), autocast(model.device):
-            input_ids, mask = model.batch([sources[index] for index in batch])
-            target, target_mask = model.batch([targets[index] for index in batch])
-            total += sequence_log_p(model.model, input_ids, mask, target[:, None], target_mask[:, None]).sum().item()
-        tokens += int(target_mask.sum())
-    return total, tokens
+            return sequence_log_p(model.model, input_ids, mask, target[:, None], target_mask[:, None]).sum().item()
+
+    found = distributed.spread(lambda batches: [log_p(batch) for batch in batches], seq2seq.batches_by_length(sources, 32))
+    return sum(found), sum(map(len, targets))
 
 
 def with_tokens(

@@ -18,7 +18,7 @@ from calibeam.recipe import option
 from calibeam.training import SELECTIONS, ExamplesConfig, Item, Problem, Shuffled, batch_of_pairs, encoded, forced, train
 
 if TYPE_CHECKING:
-    from torch import Generator, Tensor
+    from torch import Tensor
 
     from calibeam.engine.graphs import Batch
 
@@ -47,7 +47,7 @@ def run(config: Config, *, force: bool = False) -> Path:
     targets, targets_cut = model.encode_targets([target for _, _, target in pairs], config.max_target_length)
     validation = Validation(model, data.examples("validation"), config)
 
-    def batch(some: Sequence[int], generator: Generator) -> Batch:
+    def batch(some: Sequence[int], seeds: Sequence[int]) -> Batch:
         return batch_of_pairs(model, [sources[index] for index in some], [targets[index] for index in some], config)
 
     def loss(batch: Batch) -> dict[str, Tensor]:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibeam import corpus, store
+from calibeam import corpus, distributed, store
 from calibeam.corpus import CorpusConfig
 from calibeam.paper.gap_sentences import GAP_SELECTIONS
 from calibeam.recipe import option
@@ -26,7 +26,7 @@ from calibeam.stages.tokenizer import MASK_SENTENCE, MASK_TOKEN
 from calibeam.training import OPTIMIZERS, SCHEDULES, Item, Plan, Problem, TrainingConfig, batch_of_pairs, encoded, forced, train
 
 if TYPE_CHECKING:
-    from torch import Generator, Tensor
+    from torch import Tensor
 
     from calibeam.checkpoint import Position
     from calibeam.engine.graphs import Batch
@@ -81,7 +81,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         raise CalibeamError(f"mlm_ratio needs a model of one of these kinds: {', '.join(families.FAMILIES)}")
     held_out = first_examples(validation, config, task, config.validation_examples)
 
-    def batch(some: Sequence[Example], generator: Generator) -> Batch:
+    def batch(some: Sequence[Example], seeds: Sequence[int]) -> Batch:
         found = batch_of_pairs(model, [e.source for e in some], [e.target for e in some], config)
         if config.mlm_ratio:
             most = math.ceil(config.mlm_ratio * found["input_ids"].shape[1])
@@ -150,14 +150,20 @@ def _task(model: Seq2Seq, config: Config) -> Task:
 
 
 class _Batches:
-    """A stream, as the training loop wants it."""
+    """A stream, as the training loop wants it. Of several processes the first has it, and sends the others what comes."""
 
     def __init__(self, stream: Stream) -> None:
         self._stream = stream
         self._snapshot: Snapshot | None = None
 
     def next(self) -> list[Item]:
-        examples, self._snapshot = self._stream.batch()
+        from calibeam.stream import from_bytes, to_bytes
+
+        examples: list[Example] = []
+        if distributed.is_first():
+            examples, self._snapshot = self._stream.batch()
+        if distributed.size() > 1:
+            examples = from_bytes(distributed.from_first(to_bytes(examples) if examples else b""))
         return [Item(e.name, len(e.source), len(e.target) + len(e.places), e) for e in examples]
 
     def position(self) -> Position:

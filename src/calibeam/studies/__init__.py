@@ -10,12 +10,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from calibeam import display, figures, pipeline, recipe, store
+from calibeam import display, distributed, figures, pipeline, recipe, store
 from calibeam.pipeline import STUDY, Step
 from calibeam.records import CalibeamError
 from calibeam.studies import preview
 from calibeam.studies.plan import Config, Row, Subject, in_order, subjects
-from calibeam.studies.results import Record, best, find, records
+from calibeam.studies.results import Found, Record, best, find, records
 from calibeam.studies.table import as_csv
 
 STUDIES: dict[str, str] = {
@@ -57,7 +57,10 @@ def run(name: str, tables: dict[str, Any], *, force: bool = False) -> Path:
     _walk(in_order(step for row in rows for step in row.trials), done, total, force)
     chosen = [(row, best(row)) for row in rows]
     _walk(in_order(point.measured for _, point in chosen), done, total, force)
-    found = [find(row, point) for row, point in chosen]
+    return Path(distributed.by_first(lambda: str(_tabulate(name, study, config, tasks, [find(*each) for each in chosen]))))
+
+
+def _tabulate(name: str, study: Any, config: Config, tasks: Sequence[Subject], found: Sequence[Found]) -> Path:
     inputs = {each.folder.path.name: each.folder for each in found}
     output = store.Output(STUDY, config, inputs, force=True)  # a table is cheap: make it again whenever something changed
     if not output.done:
