@@ -21,6 +21,10 @@ def random_candidates(seed: int, batch: int = 6, candidates: int = 5) -> tuple[T
     return torch.randn(batch, candidates, generator=generator) * 5, torch.rand(batch, candidates, generator=generator)
 
 
+def draws(count: int) -> Tensor:
+    return torch.rand(count, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
 def test_rank_by_hand() -> None:
     """beta = 10, pairs (y+, y-) = (2, 0), (2, 1), (0, 1):
 
@@ -192,7 +196,7 @@ def test_a_sampled_pair_has_the_better_first_and_no_masked_candidate() -> None:
     mask = torch.rand(2000, 5, generator=generator) < 0.8
     has_pair = torch.tensor([row[kept].unique().numel() > 1 for row, kept in zip(similarity, mask, strict=True)])
     similarity, mask = similarity[has_pair], mask[has_pair]
-    pair = sample_pair(similarity, mask, generator)
+    pair = sample_pair(similarity, mask, torch.rand(len(similarity), generator=generator))
     better, worse = similarity.gather(1, pair).T
     assert pair.shape == (len(similarity), 2)
     assert (better > worse).all()
@@ -203,24 +207,25 @@ def test_a_sampled_pair_is_uniform_among_pairs_of_different_similarity() -> None
     """s = 0.1, 0.5, 0.5, 0.9 has 5 such pairs. Chi-square with 4 degrees of freedom: 18.5 at the 0.1% level."""
     rows = 5000
     similarity = torch.tensor([0.1, 0.5, 0.5, 0.9]).expand(rows, -1)
-    drawn = sample_pair(similarity, torch.ones(rows, 4, dtype=torch.bool), torch.Generator().manual_seed(0))
+    drawn = sample_pair(similarity, torch.ones(rows, 4, dtype=torch.bool), draws(rows))
     pairs, counts = drawn.unique(dim=0, return_counts=True)
     assert pairs.tolist() == [[1, 0], [2, 0], [3, 0], [3, 1], [3, 2]]
     assert ((counts - rows / 5) ** 2 / (rows / 5)).sum().item() < 18.5
 
 
-def test_a_sampled_pair_depends_on_the_generator_alone() -> None:
-    _, similarity = random_candidates(6, batch=50)
-    mask = torch.ones_like(similarity, dtype=torch.bool)
-    first, again, other = (sample_pair(similarity, mask, torch.Generator().manual_seed(seed)) for seed in (1, 1, 2))
-    assert torch.equal(first, again)
-    assert not torch.equal(first, other)
+def test_a_sampled_pair_by_hand() -> None:
+    """s = 0.1, 0.5, 0.5, 0.9: each of (1, 0), (2, 0), (3, 0), (3, 1) and (3, 2) has a fifth of the numbers from 0 to 1."""
+    numbers = torch.tensor([0.0, 0.19, 0.2, 0.59, 0.61, 0.999])
+    similarity = torch.tensor([0.1, 0.5, 0.5, 0.9]).expand(len(numbers), -1)
+    drawn = sample_pair(similarity, torch.ones_like(similarity, dtype=torch.bool), numbers)
+    assert drawn.tolist() == [[1, 0], [1, 0], [2, 0], [3, 0], [3, 1], [3, 2]]
 
 
-def test_sampling_from_ties_returns_indices_all_the_same() -> None:
-    pair = sample_pair(torch.zeros(4, 3), torch.ones(4, 3, dtype=torch.bool), torch.Generator().manual_seed(0))
-    assert pair.shape == (4, 2)
-    assert ((pair >= 0) & (pair < 3)).all()
+def test_sampling_from_ties_returns_candidates_that_exist() -> None:
+    mask = torch.tensor([[True, True, False], [True, False, False]]).repeat(50, 1)
+    pair = sample_pair(torch.zeros(100, 3), mask, draws(100))
+    assert pair.shape == (100, 2)
+    assert mask.gather(1, pair).all()
 
 
 @pytest.mark.parametrize("name", PAIR_LOSSES)
@@ -228,7 +233,7 @@ def test_the_mean_over_sampled_pairs_approaches_all_pairs(name: str) -> None:
     loss, rows = CALIBRATION_LOSSES[name], 20_000
     log_p, similarity = (values.expand(rows, -1) for values in random_candidates(7, batch=1))
     mask = torch.ones(rows, 5, dtype=torch.bool)
-    pair = sample_pair(similarity, mask, torch.Generator().manual_seed(0))
+    pair = sample_pair(similarity, mask, draws(rows))
     sampled = loss(log_p.gather(1, pair), similarity.gather(1, pair), mask.gather(1, pair), 4.0)
     exact = loss(log_p[:1], similarity[:1], mask[:1], 4.0).item()
     assert sampled.std() > 0

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torch import Generator, Tensor
+    from torch import Tensor
 
 
 def rank(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> Tensor:
@@ -76,13 +76,18 @@ def ordered_pairs(similarity: Tensor, mask: Tensor) -> Tensor:
     return (_gap(similarity) > 0) & mask[..., :, None] & mask[..., None, :]
 
 
-def sample_pair(similarity: Tensor, mask: Tensor, generator: Generator | None = None) -> Tensor:
-    """(y+, y-), uniform among the pairs with s(y+) > s(y-). [batch, 2] indices; any two where there is none."""
-    pairs = ordered_pairs(similarity, mask).flatten(-2).float()
-    pairs = pairs.masked_fill(pairs.sum(-1, keepdim=True) == 0, 1.0)
-    drawn = pairs.multinomial(1, generator=generator)
+def sample_pair(similarity: Tensor, mask: Tensor, draws: Tensor) -> Tensor:
+    """(y+, y-), uniform among the pairs with s(y+) > s(y-). [batch, 2] indices; any two that exist where there is none.
+
+    draws: for each example a random number of its own between 0 and 1.
+    """
+    pairs = ordered_pairs(similarity, mask).flatten(-2)
+    existing = (mask[..., :, None] & mask[..., None, :]).flatten(-2)
+    pairs = pairs.where(pairs.any(-1, keepdim=True), existing)
+    wanted = (draws * pairs.sum(-1)).long()  # how many of them to pass over
+    place = (pairs.cumsum(-1) > wanted[..., None]).int().argmax(-1)
     size = similarity.shape[-1]
-    return drawn.div(drawn.new_tensor([size, 1]), rounding_mode="floor") % size
+    return (place[..., None] // place.new_tensor([size, 1])) % size
 
 
 def _gap(values: Tensor) -> Tensor:

@@ -232,27 +232,16 @@ class CalibrationStep:
         """Similarities and which candidates exist [batch, candidates], and the candidates' token ids."""
         import torch
 
-        chosen = [
-            self._pair(row, seed) if self._sample else list(range(len(row["log_p"])))
-            for row, seed in zip(rows, seeds, strict=True)
-        ]
-        most = max(map(len, chosen))
-        exists = torch.tensor([[place < len(indices) for place in range(most)] for indices in chosen])
-        similarity = torch.zeros(len(rows), most)
-        token_ids: list[list[list[int]]] = []
-        for place, (row, indices) in enumerate(zip(rows, chosen, strict=True)):
-            similarity[place, : len(indices)] = torch.tensor([row["similarity"][index] for index in indices])
-            none = [[self._model.ids.eos[0]]] * (most - len(indices))
-            token_ids.append([*(row["token_ids"][index] for index in indices), *none])
-        return similarity, exists, token_ids
-
-    @staticmethod
-    def _pair(row: dict[str, Any], seed: int) -> list[int]:
-        import torch
-
-        similarity = torch.tensor([row["similarity"]])
-        own = torch.Generator().manual_seed(seed)
-        return sample_pair(similarity, torch.ones_like(similarity, dtype=torch.bool), own)[0].tolist()
+        most = max(len(row["similarity"]) for row in rows)
+        exists = torch.arange(most) < torch.tensor([len(row["similarity"]) for row in rows])[:, None]
+        similarity = torch.tensor([row["similarity"] + [0.0] * (most - len(row["similarity"])) for row in rows])
+        if not self._sample:
+            none = [self._model.ids.eos[0]]
+            return similarity, exists, [row["token_ids"] + [none] * (most - len(row["token_ids"])) for row in rows]
+        draws = torch.tensor([seed % 2**53 / 2**53 for seed in seeds], dtype=torch.float64)
+        pair = sample_pair(similarity, exists, draws)
+        token_ids = [[row["token_ids"][index] for index in own] for row, own in zip(rows, pair.tolist(), strict=True)]
+        return similarity.gather(1, pair), exists.gather(1, pair), token_ids
 
     def _refer(self, batch: Batch) -> Forced:
         import torch
