@@ -18,6 +18,7 @@ import pytest
 
 import calibeam
 from calibeam import display, seq2seq, store
+from calibeam.engine import search
 from calibeam.records import CalibeamError
 from calibeam.seq2seq import Seq2Seq
 from calibeam.stages import decode, prepare, score
@@ -291,3 +292,28 @@ def test_other_stages_read_all_shards_in_their_order(
         scored = score.run(score.Config(candidates=str(candidates), output=output, device="cpu", **places))
         similarities.append([row["similarity"] for row in store.read(scored, "score").rows("scored", store.SCORED)])
     assert similarities == [similarities[0]] * 3
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_sources_that_are_alike_are_searched_once(sampled: bool, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for samples, of which each source has its own."""
+    tuned = Seq2Seq(tiny_model("bart", 4, len(tokenizer)), tokenizer)
+    tokens, _ = tuned.encode_sources([sentence(seed, 6) for seed in (0, 1, 0, 2, 1)], 20)
+    sources = [*zip("abcde", tokens, strict=True)]
+    searched: list[int] = []
+
+    def watch(task: Any, order: list[int], *others: Any) -> Any:
+        searched.extend(order)
+        return stream(task, order, *others)
+
+    stream = search.stream
+    monkeypatch.setattr(search, "stream", watch)
+    settings = {"num_candidates": 3, "max_new_tokens": 6, **({"method": "nucleus", "top_p": 0.9} if sampled else {})}
+    how: dict[str, Any] = {"source_length": 20, "seed": 0, "batch_size": 1}
+    done: list[int] = []
+    found = decode.decode_sources(tuned, sources, settings, lambda: done.append(1), **how)
+    assert len(done) == 5
+    assert len(searched) == (5 if sampled else 3)
+    for source, row in zip(sources, found, strict=True):
+        assert row == decode.decode_sources(tuned, [source], settings, lambda: None, **how)[0]
+    assert (found[0]["token_ids"] == found[2]["token_ids"]) == (not sampled)

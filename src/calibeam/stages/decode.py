@@ -185,7 +185,8 @@ def decode_sources(
     from calibeam.seq2seq import sequence_mask
 
     task = search.Task.of(tuned.model, **settings)
-    order = sorted(range(len(sources)), key=lambda number: -len(sources[number][1]))
+    alike = _alike(sources, sampled=task.search.top_p is not None)
+    order = sorted(alike, key=lambda number: -len(sources[number][1]))
     rows: dict[int, dict[str, Any]] = {}
 
     def noise(number: int) -> Tensor:
@@ -194,12 +195,22 @@ def decode_sources(
     def batch(some: Sequence[int]) -> tuple[Tensor, Tensor]:
         return tuned.batch([sources[number][1] for number in some])
 
-    for number, tokens, log_p in search.stream(task, order, len(sources), source_length, batch, noise, batch_size):
+    for number, tokens, log_p in search.stream(task, order, len(order), source_length, batch, noise, batch_size):
         lengths = sequence_mask(tokens, task.ids.eos).sum(-1).tolist()
         outputs = [tuple(row[:length]) for row, length in zip(tokens.tolist(), lengths, strict=True)]
-        rows[number] = {"id": sources[number][0], **_merge(tuned, outputs, log_p.tolist())}
-        advance()
+        found = _merge(tuned, outputs, log_p.tolist())
+        for same in alike[number]:
+            rows[same] = {"id": sources[same][0], **found}
+            advance()
     return [rows[number] for number in range(len(sources))]
+
+
+def _alike(sources: Sequence[Source], *, sampled: bool) -> dict[int, list[int]]:
+    """The sources to search, each with those that are the same, which have the same outputs unless these are drawn for each."""
+    found: dict[Any, list[int]] = {}
+    for number, (_, tokens) in enumerate(sources):
+        found.setdefault(number if sampled else tuple(tokens), []).append(number)
+    return {numbers[0]: numbers for numbers in found.values()}
 
 
 def _merge(tuned: Seq2Seq, outputs: list[tuple[int, ...]], log_p: list[float]) -> dict[str, Any]:
