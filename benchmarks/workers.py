@@ -5,18 +5,21 @@
 The demo's model decodes 8 candidates of made-up functions on the CPU, one thread in every process. Speed is counted from the
 first shard to the last, so that starting Ray and its workers, told beside it, does not count; efficiency is the speed over that
 of one process and the number of workers. Whether the rows are the same is told too. Speeds of a machine that others use mean
-little by themselves: compare the rows of one run.
+little: beside them is what a source takes of a core, which other work changes less.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import tempfile
+import threading
 import time
 from pathlib import Path
 
+import psutil
 import torch
 
 import calibeam
@@ -35,18 +38,49 @@ def write(folder: Path, rows: int) -> str:
     return str(prepare.run(prepare.Config(output=str(folder / "data"), train=file_name, validation=file_name, max_validation=1)))
 
 
-def measure(data: str, output: Path, engine: str, workers: int) -> tuple[float, float, str]:
-    """Seconds to the first shard, sources per second from there on, and the digest of what was written."""
+class Watch(threading.Thread):
+    """How many shards were there when those who make them had used so much of the processor."""
+
+    def __init__(self, folder: Path, engine: str) -> None:
+        super().__init__(daemon=True)
+        self._folder, self._engine = folder, engine
+        self.seen: dict[int, float] = {}
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        while not self.over.wait(0.02):
+            self.seen.setdefault(len(list(self._folder.glob("*.parquet"))), self._used())
+
+    def _used(self) -> float:
+        if self._engine == "local":
+            return time.process_time()
+        used = 0.0
+        for process in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                if "MapWorker" in " ".join(process.cmdline()):
+                    used += sum(process.cpu_times()[:2])
+        return used
+
+    def per_shard(self, first: int) -> float:
+        begun, done = min(number for number in self.seen if number >= first), max(self.seen)
+        return (self.seen[done] - self.seen[begun]) / (done - begun)
+
+
+def measure(data: str, output: Path, engine: str, workers: int) -> tuple[float, float, float, str]:
+    """Seconds to the first shard, sources per second from there on, seconds of a core for each, and a digest of the rows."""
     config = decode.Config(
         output=str(output), data=data, model=str(MODEL), num_candidates=8, max_new_tokens=24, max_source_length=128,
         device="cpu", engine=engine, workers=workers,
     )  # fmt: skip
-    started = time.time()
+    watch, started = Watch(output.with_name(f".{output.name}.partial"), engine), time.time()
+    watch.start()
     folder = decode.run(config)
+    watch.over.set()
     written = sorted(file.stat().st_mtime for file in folder.glob("*.parquet"))
     found = store.read(folder, "decode").manifest
-    first = found["counts"]["sources"] * workers / len(written)  # those that were made before the clock runs
-    return written[0] - started, (found["counts"]["sources"] - first) / (written[-1] - written[workers - 1]), found["digest"]
+    sources = found["counts"]["sources"]
+    speed = sources * (1 - workers / len(written)) / (written[-1] - written[workers - 1])  # without those before the clock runs
+    return written[0] - started, speed, watch.per_shard(workers) * len(written) / sources, found["digest"]
 
 
 def main() -> None:
@@ -62,15 +96,16 @@ def main() -> None:
         data = write(Path(name), chosen.rows)
         ways = [("local", 1), *(("ray", workers) for workers in chosen.workers)]
         found = [(*way, *measure(data, Path(name) / f"{way[0]}-{way[1]}", *way)) for way in ways]
-    alone, digest = found[0][3], found[0][4]
+    _, _, _, alone, core, digest = found[0]
+    columns = ("engine", "workers", "start, s", "sources/s", "times", "efficiency", "core, ms/source", "times", "same rows")
     rows = [
-        (engine, workers, f"{start:.1f}", f"{speed:.1f}", f"{speed / alone:.2f}", f"{speed / alone / workers:.2f}", own == digest)
-        for engine, workers, start, speed, own in found
-    ]
-    display.table("Decoding", ("engine", "workers", "start, s", "sources/s", "times", "efficiency", "same rows"), rows)
-    for engine, workers, start, speed, own in found:
-        told = {"engine": engine, "workers": workers, "start_s": round(start, 1), "sources_per_s": round(speed, 2)}
-        print(json.dumps({**told, "times": round(speed / alone, 3), "same": own == digest}))
+        (engine, workers, f"{start:.1f}", f"{speed:.2f}", f"{speed / alone:.2f}", f"{speed / alone / workers:.2f}",
+         f"{1000 * used:.1f}", f"{used / core:.2f}", own == digest)
+        for engine, workers, start, speed, used, own in found
+    ]  # fmt: skip
+    display.table("Decoding", columns, rows)
+    for row in rows:
+        print(json.dumps(dict(zip(columns[:5] + columns[6:7], row[:5] + row[6:7], strict=True)) | {"same": row[-1]}))
 
 
 if __name__ == "__main__":

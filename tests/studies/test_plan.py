@@ -130,7 +130,7 @@ def test_every_place_that_a_stage_reads_is_known() -> None:
         for field in dataclasses.fields(stages.load(name).Config)
         if not field.metadata["identity"] and field.type in ("str", "tuple[str, ...]")
     }
-    assert texts - PLACES <= {"output", "device", "before", "after", "calibrated", "report_to"}
+    assert texts - PLACES <= {"output", "device", "engine", "before", "after", "calibrated", "report_to"}
 
 
 def test_tasks_by_name_have_their_lengths_and_their_path() -> None:
