@@ -152,7 +152,8 @@ def test_a_worker_and_a_node_die_and_nothing_is_lost_or_different(
     settings = [f"{key}={value}" for key, value in {**places, **SETTINGS, "output": stopped, "engine": "ray"}.items()]
     code = f"import calibeam.shards as s; s.SIZE = {SIZE}; import calibeam.cli; calibeam.cli.main()"
     with subprocess.Popen(  # noqa: S603
-        [sys.executable, "-c", code, "decode", *settings], env={**os.environ, "RAY_ADDRESS": cluster.address}
+        [sys.executable, "-c", code, "decode", *settings],
+        env={**os.environ, "RAY_ADDRESS": cluster.address, "OMP_NUM_THREADS": "1"},
     ) as child:
         disturb(tmp_path / ".stopped.partial", [(3, lambda: child.send_signal(signal.SIGTERM))])
         assert child.wait(300) == 128 + signal.SIGTERM
