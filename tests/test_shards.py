@@ -23,7 +23,7 @@ import calibeam
 from calibeam import seq2seq, shards, store
 from calibeam.records import CalibeamError
 from calibeam.seq2seq import Seq2Seq
-from calibeam.stages import decode, prepare, score
+from calibeam.stages import decode, evaluate, prepare, score
 from conftest import sentence, tiny_model
 
 COUNT, SIZE = 81, 2
@@ -169,6 +169,15 @@ def test_a_worker_and_a_node_die_and_nothing_is_lost_or_different(
     counts = [store.read(each, "score").manifest["counts"] for each in scored]
     assert counts[0] == counts[1]
     assert 0 < counts[0]["likelihood_agrees"] < 1
+
+    how = {"num_candidates": (2,), "max_new_tokens": 6, "max_source_length": 20, "max_examples": 5, "device": "cpu", **places}
+    evaluated = [
+        evaluate.run(evaluate.Config(output=str(tmp_path / f"{engine}-evaluate"), engine=engine, **how))
+        for engine in shards.ENGINES
+    ]
+    assert contents(evaluated[0]) == contents(evaluated[1])
+    assert len(contents(evaluated[0])) == 3 * 3
+    assert len({(each / "results.json").read_bytes() for each in evaluated}) == 1
 
 
 class Deadly:

@@ -12,7 +12,7 @@ from calibeam import display, store
 EXTRAS = {
     "datasets": "prepare reads splits of Hub datasets (hub:NAME:SPLIT)",
     "peft": "calibrate trains LoRA adapters (lora_rank)",
-    "ray": "decode and score run on Ray clusters (engine=ray)",
+    "ray": "decode, score and evaluate run on Ray clusters (engine=ray)",
 }
 
 
