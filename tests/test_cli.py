@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import calibeam
+import forked
 from calibeam import store
 from calibeam.stages import STAGES, decode, evaluate, prepare
 
@@ -27,9 +28,7 @@ ENVIRONMENT["PYTHONPATH"] = str(Path(calibeam.__file__).parents[1])  # the same 
 
 
 def command(*arguments: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(  # noqa: S603
-        [sys.executable, "-m", "calibeam", *arguments], capture_output=True, text=True, timeout=60, env=ENVIRONMENT, cwd=cwd
-    )
+    return forked.run([str(argument) for argument in arguments], ENVIRONMENT, cwd, 60)
 
 
 def refused(*arguments: str | Path, cwd: Path | None = None) -> str:

@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +19,7 @@ from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GPT2Config, GPT2L
 from typer.testing import CliRunner
 
 import calibeam
+import forked
 from calibeam import pipeline, recipe, seq2seq, store
 from calibeam.cli import app
 from calibeam.records import CalibeamError
@@ -55,17 +55,8 @@ SECRET = "hf_thisIsNobodysBusiness"
 
 
 def command(*arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Of the same calibeam, wherever it runs."""
-    environment = {
-        **os.environ,
-        "HF_TOKEN": SECRET,
-        "PYTHONPATH": str(Path(calibeam.__file__).parents[1]),
-        "COLUMNS": "200",
-        "OMP_NUM_THREADS": "1",
-    }
-    return subprocess.run(  # noqa: S603
-        [sys.executable, "-m", "calibeam", *arguments], capture_output=True, text=True, timeout=120, env=environment, cwd=cwd
-    )
+    environment = {**os.environ, "HF_TOKEN": SECRET, "COLUMNS": "200", "OMP_NUM_THREADS": "1"}
+    return forked.run([str(argument) for argument in arguments], environment, cwd, 120)
 
 
 # calibeam run
