@@ -59,7 +59,7 @@ def in_process(places: dict[str, str]) -> Path:
 @pytest.fixture
 def cluster() -> Iterator[Any]:
     """Two nodes with room for a worker each: the head, and one that may go."""
-    short = tempfile.mkdtemp(prefix="r-", dir="/tmp")  # the names of sockets must be short
+    short = tempfile.mkdtemp(prefix="r-")  # not in the folder of the test: the names of sockets must be short
     memory = {"object_store_memory": 80 * 2**20}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_TMPDIR", short)
