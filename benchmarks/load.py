@@ -122,7 +122,7 @@ def fill(output: store.Output, data: store.Folder, maker: Any, name: str, schema
 
 
 def number_of_shards(data: store.Folder) -> int:
-    return -(-data.count("train") // shards.SIZE)
+    return len(shards.numbers(data.count("train")))
 
 
 def evaluated(folder: Path) -> None:

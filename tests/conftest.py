@@ -6,6 +6,7 @@ import fcntl
 import json
 import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -37,6 +38,7 @@ from transformers import (
 )
 
 from calibeam.seq2seq import Seq2Seq, save
+from calibeam.stages import prepare
 from calibeam.stages.create import train_tokenizer
 
 torch.set_num_threads(1)
@@ -140,6 +142,14 @@ def model_folder(tmp_path: Path, tokenizer: Any) -> Callable[..., Path]:
     return make
 
 
+def prepared(folder: Path, count: int, *, words: int, **settings: Any) -> str:
+    """A dataset of sources of many lengths, each with a target of so many words."""
+    rows = [{"id": f"row-{i}", "source": sentence(i, 3 + 5 * i % 19), "target": sentence(i, words)} for i in range(count)]
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(prepare.run(prepare.Config(output=str(folder / "data"), train=str(file), validation=str(file), **settings)))
+
+
 @pytest.fixture
 def rows_file(tmp_path: Path) -> Callable[..., Path]:
     """A JSONL file of made-up rows: the target is the source's first words."""
@@ -154,6 +164,28 @@ def rows_file(tmp_path: Path) -> Callable[..., Path]:
         return path
 
     return make
+
+
+Disk = Callable[[str], Path]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    """A disk of its own, with the options given; only who may mount one can test this."""
+    place = tmp_path / "disk"
+
+    def make(options: str) -> Path:
+        again = place.is_mount()
+        place.mkdir(exist_ok=True)
+        line = ["mount", "-t", "tmpfs", "-o", f"remount,{options}" if again else options, "tmpfs", str(place)]
+        done = subprocess.run(line, capture_output=True, text=True)  # noqa: S603
+        if done.returncode:
+            pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
+        return place
+
+    yield make
+    if place.is_mount():
+        subprocess.run(["umount", "--lazy", str(place)], check=True)  # noqa: S603, S607
 
 
 def tiny_encoder(family: str, folder: Path) -> Path:

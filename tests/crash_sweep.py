@@ -1,4 +1,4 @@
-"""kill -9 at many points of fine-tuning, decoding, scoring and calibration; the run is started again; the same bits come out.
+"""kill -9 at many points of every stage that takes long; the run is started again; the same bits come out.
 
     python tests/crash_sweep.py [POINTS [STAGE ...]]
 
@@ -28,7 +28,7 @@ import torch
 from calibeam import seq2seq, store
 from calibeam.records import CalibeamError
 from calibeam.seq2seq import Seq2Seq
-from calibeam.stages import calibrate, create, decode, finetune, prepare, score
+from calibeam.stages import calibrate, create, decode, evaluate, finetune, prepare, score
 from conftest import sentence, tiny_model  # first: it sets the environment
 
 CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir")
@@ -70,6 +70,9 @@ STAGES: dict[str, Callable[[Path, Path], Callable[[], Path]]] = {
     "calibrate": lambda work, output: stages(
         work, output, calibrate, scored=str(work / "inputs" / "score"), select="perplexity", loss="reward", select_num_beams=1,
         select_examples=2, max_drift=0.0, **TRAINING,
+    ),
+    "evaluate": lambda work, output: stages(
+        work, output, evaluate, num_candidates=(1, 2), max_new_tokens=6, max_source_length=20, max_target_length=8, batch_size=3
     ),
 }  # fmt: skip
 

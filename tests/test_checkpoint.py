@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,8 @@ class Run:
         return loss.detach()
 
     def save(self, folder: Path, step: int) -> None:
-        checkpoint.save(
-            folder, {"step": step}, self.model, self.optimizer, self.schedule, Position({"given": step}, {"x": torch.arange(3)})
-        )
+        position = Position({"given": step}, {"x": torch.arange(3)})
+        checkpoint.save(folder, {"step": step}, self.model, self.optimizer, self.schedule, lambda: position)
 
     def load(self, folder: Path) -> Any:
         return checkpoint.load(folder, self.model, self.optimizer, self.schedule)
@@ -98,18 +98,20 @@ def test_fault_17_a_truncated_checkpoint_is_noticed_and_the_one_before_is_loaded
     os.truncate(files(folder)[-1], size if size >= 0 else files(folder)[-1].stat().st_size + size)
     assert Run().load(folder)[0] == {"step": 2}
     os.truncate(files(folder)[-2], 50)
-    with pytest.raises(CalibeamError, match=r"000003\.safetensors is damaged.*000002\.safetensors is damaged.* to begin anew"):
+    with pytest.raises(CalibeamError, match=r"000003\.safetensors is damaged.*000002\.safetensors is damaged.* to start again"):
         Run().load(folder)
 
 
 @pytest.mark.parametrize(
     ("tensors", "told", "message"),
     [
-        ("optimizer.", "", "lacks what is needed to go on: optimizer"),
-        ("random.", "", "lacks what is needed to go on: random.cpu"),
-        ("model.bias", "", "lacks what is needed to go on: the weight bias"),
-        (None, "schedule", "lacks what is needed to go on: schedule"),
-        (None, "data", "lacks what is needed to go on: data"),
+        ("optimizer.", "", "lacks what is needed to resume: optimizer"),
+        ("random.", "", "lacks what is needed to resume: random.cpu"),
+        ("optimizer.1.", "", "lacks what is needed to resume: optimizer.1.step, optimizer.1.exp_avg"),
+        ("optimizer.0.exp_avg_sq", "", "lacks what is needed to resume: optimizer.0.exp_avg_sq"),
+        ("model.bias", "", "lacks what is needed to resume: model.bias"),
+        (None, "schedule", "lacks what is needed to resume: schedule"),
+        (None, "data", "lacks what is needed to resume: data"),
     ],
 )
 def test_fault_16_a_checkpoint_that_lacks_a_part_is_an_error(
@@ -125,11 +127,29 @@ def test_fault_16_a_checkpoint_that_lacks_a_part_is_an_error(
         Run().load(folder)
 
 
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"schedule": {}}, {"schedule": [1]}, {"groups": []}, {"groups": [{}]}, {"groups": "x"}, {"loop": 3}, {"data": None},
+        {"shares": 5}, {"shares": [1]}, {"shares": [["../../elsewhere", "0"]]}, {"device": 7}, {"holds": "x"},
+    ],
+)  # fmt: skip
+def test_fault_16_a_checkpoint_that_tells_other_things_than_any_does_is_an_error(
+    other: dict[str, Any], saved: tuple[Path, Run]
+) -> None:
+    folder, _ = saved
+    for file in files(folder):
+        facts, parts = checkpoint.read(file)
+        checkpoint.write(file, {**facts, **other}, parts)
+    with pytest.raises(CalibeamError, match=r"lacks what is needed|is damaged|was written on 7"):
+        Run().load(folder)
+
+
 def test_fault_12_a_checkpoint_of_another_kind_of_device_is_an_error(saved: tuple[Path, Run]) -> None:
     folder, _ = saved
     facts, parts = checkpoint.read(files(folder)[-1])
     checkpoint.write(files(folder)[-1], {**facts, "device": "cuda"}, parts)
-    with pytest.raises(CalibeamError, match="was written on cuda, and this is cpu: go on with device=cuda"):
+    with pytest.raises(CalibeamError, match="was written on cuda, and this is cpu: resume with device=cuda"):
         Run().load(folder)
 
 
@@ -141,6 +161,73 @@ def test_fault_21_weights_that_are_not_finite_are_not_saved(saved: tuple[Path, R
     with pytest.raises(CalibeamError, match=r"not finite after step 4: model\.weight"):
         run.save(folder, 4)
     assert {file: file.read_bytes() for file in files(folder)} == before
+
+
+def share_out(folder: Path, shares: int) -> list[Path]:
+    """The newest checkpoint as so many processes would have written it, some of which have no row of the bias."""
+    (told, tensors), step, names = checkpoint.read(files(folder)[-1]), files(folder)[-1].stem[-9:], []
+    rows = {name: tensors.pop(name).tensor_split(shares) for name in [*tensors] if "model." in name or "exp_avg" in name}
+    for number in range(shares):
+        own = {name: parts[number] for name, parts in rows.items()}
+        first = {name: sum(map(len, parts[:number])) for name, parts in rows.items()}
+        file = folder / f"share-{step}-{number}-of-{shares}.safetensors"
+        names.append([file.name, checkpoint.write(file, {"first": first}, own)])
+    checkpoint.write(files(folder)[-1], {**told, "shares": names}, tensors)
+    return [folder / name for name, _ in names]
+
+
+@pytest.mark.parametrize("shares", [1, 2, 5])
+def test_a_run_goes_on_with_what_several_processes_wrote(shares: int, saved: tuple[Path, Run]) -> None:
+    folder, run = saved
+    share_out(folder, shares)
+    expected, other = [run.step() for _ in range(3)], Run(seed=9)
+    assert other.load(folder)[0] == {"step": 3}
+    assert [other.step() for _ in range(3)] == expected
+
+
+@pytest.mark.parametrize("damage", ["flipped", "truncated", "missing", "of another save"])
+def test_fault_17_a_damaged_share_is_noticed_and_the_checkpoint_before_is_loaded(damage: str, saved: tuple[Path, Run]) -> None:
+    folder, _ = saved
+    share = share_out(folder, 3)[1]
+    content = bytearray(share.read_bytes())
+    if damage == "of another save":
+        told, tensors = checkpoint.read(share)
+        checkpoint.write(share, told, {name: rows + 1 for name, rows in tensors.items()})
+    elif damage == "missing":
+        share.unlink()
+    elif damage == "truncated":
+        os.truncate(share, len(content) - 1)
+    else:
+        content[-1] ^= 1
+        share.write_bytes(content)
+    assert Run().load(folder)[0] == {"step": 2}
+
+
+def test_fault_01_shares_without_the_file_that_names_them_count_for_nothing_and_are_removed(saved: tuple[Path, Run]) -> None:
+    folder, run = saved
+    shares = share_out(folder, 2)
+    files(folder)[-1].unlink()
+    (folder / ".share-000000004-0-of-2.safetensors.partial").touch()
+    assert Run().load(folder)[0] == {"step": 2}
+    assert all(share.exists() for share in shares)
+    run.save(folder, 4)
+    assert sorted(file.name for file in folder.iterdir()) == [
+        "checkpoint-000000002.safetensors",
+        "checkpoint-000000004.safetensors",
+    ]
+
+
+def test_a_damaged_checkpoint_never_takes_the_place_of_the_one_before_it(
+    saved: tuple[Path, Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed while the damaged one is written anew."""
+    folder, run = saved
+    os.truncate(files(folder)[-1], 100)
+    assert run.load(folder)[0] == {"step": 2}
+    monkeypatch.setattr(checkpoint, "save_file", lambda *_: sys.exit(9))
+    with pytest.raises(SystemExit):
+        run.save(folder, 3)
+    assert Run().load(folder)[0] == {"step": 2}
 
 
 def test_fault_46_a_pickle_in_place_of_a_checkpoint_is_not_run(tmp_path: Path, saved: tuple[Path, Run]) -> None:

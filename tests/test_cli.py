@@ -17,7 +17,9 @@ import pytest
 import calibeam
 import forked
 from calibeam import store
+from calibeam.seq2seq import save
 from calibeam.stages import STAGES, decode, evaluate, prepare
+from conftest import model_of_words
 
 VERBS = [
     *(name for name in STAGES if name not in ("report", "export")),
@@ -62,13 +64,20 @@ def test_help_shows_where_to_start_and_every_verb() -> None:
 def test_every_verb_says_what_it_reads_and_writes_and_gives_an_example(verb: str) -> None:
     done = command(verb, "--help")
     assert (done.returncode, done.stderr) == (0, "")
-    for word in ("Reads:", "Writes:", "Example:", f"calibeam {verb}"):
-        assert word in done.stdout
+    for word in ("Reads:", "Writes:", "Example:"):
+        assert f"\n  {word} " in done.stdout  # on a line of its own
+    assert f"calibeam {verb}" in done.stdout
+
+
+def test_the_help_of_calibrate_model_names_what_it_takes_and_its_defaults() -> None:
+    text = " ".join(command("calibrate-model", "--help").stdout.split())
+    assert "training rows: a JSONL, JSON, CSV, TSV or Parquet file, or hub:NAME:SPLIT" in text
+    assert "may be given several times [default: (target)]" in text
 
 
 def test_the_help_of_a_stage_lists_every_setting_with_its_default_and_choices() -> None:
     text = " ".join(command("decode", "--help").stdout.split())
-    assert "data the folder written by prepare; needed" in text
+    assert "data the folder written by prepare; required" in text
     assert "method how to search (beam, diverse_beam, nucleus); default beam" in text
     assert "num_candidates candidates per source; default 15" in text
     assert "groups for diverse_beam: groups of beams; one beam each if not given; default none" in text
@@ -103,6 +112,25 @@ print("heavy:", sorted({{"torch", "transformers", "matplotlib"}} & set(sys.modul
 def test_version() -> None:
     done = command("--version")
     assert (done.returncode, done.stdout) == (0, f"calibeam {calibeam.__version__}\n")
+
+
+def test_of_several_processes_the_first_alone_does_what_is_no_training() -> None:
+    """And none of them needs to find the others for that."""
+
+    def of_two(rank: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+        return forked.run(arguments, {**ENVIRONMENT, "WORLD_SIZE": "2", **rank})
+
+    for arguments in (["--version"], ["tasks"], ["plan"], ["run", "--help"], ["decode", "outptu=x"]):
+        here, there = (of_two({"RANK": rank}, *arguments) for rank in "01")
+        assert here.stdout or here.stderr
+        assert (there.returncode, there.stdout, there.stderr) == (0, "", "")
+    assert of_two({}, "tasks").stdout == command("tasks").stdout
+    lost = of_two({}, "finetune", "output=x")
+    assert lost.returncode == 2
+    assert lost.stderr == (
+        "error: the environment says that this is one of several processes, and not which: WORLD_SIZE=2, no RANK, "
+        "no MASTER_ADDR, no MASTER_PORT. Start them by torchrun or accelerate launch, or unset WORLD_SIZE\n"
+    )
 
 
 def test_the_tasks_are_listed_with_the_papers_figures() -> None:
@@ -155,7 +183,7 @@ def test_prepare_with_a_recipe_and_with_settings_alone(tmp_path: Path, rows_file
     alone = f"output={tmp_path / 'alone'}"
     assert command("prepare", alone, *files).returncode == 0
     assert len(store.read(tmp_path / "alone", "prepare").examples("train")) == 4
-    assert "settings.max_train: 0 there, 1 now" in refused("prepare", alone, *files, "max_train=1")
+    assert "settings.max_train: 0 before, 1 now" in refused("prepare", alone, *files, "max_train=1")
     assert command("prepare", alone, *files, "max_train=1", "--force").returncode == 0
     assert len(store.read(tmp_path / "alone", "prepare").examples("train")) == 1
 
@@ -175,9 +203,13 @@ def test_a_bad_row_is_an_error_with_file_and_row(tmp_path: Path, rows_file: Call
     train = rows_file("train.jsonl", 2)
     with train.open("a") as file:
         file.write('{"source": "no target"}\n')
-    message = refused("prepare", f"output={tmp_path / 'out'}", f"train={train}", f"validation={train}")
-    assert f"{train} has 1 rows that cannot be used:\n  row 3: no field 'target'; it has 'source'\n" in message
+    setting = f"output={tmp_path / 'out'}", f"train={train}", f"validation={train}"
+    message = refused("prepare", *setting)
+    assert message.endswith("leave them out with prepare.bad_rows=skip (calibrate-model: --bad-rows skip)\n")
+    assert f"{train} has 1 row that cannot be used:\n  row 3: no field 'target'; it has 'source'\n" in message
     assert not (tmp_path / "out").exists()
+    done = command("prepare", *setting, "prepare.bad_rows=skip")  # the advice can be followed as it stands
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_output_that_cannot_be_written_is_refused(tmp_path: Path, rows_file: Callable[..., Path]) -> None:
@@ -216,18 +248,28 @@ def test_a_file_name_that_is_not_unicode_is_no_reason_to_break_down(tmp_path: Pa
 
 
 def test_fault_04_an_interrupted_stage_says_so_and_leaves_nothing(tmp_path: Path) -> None:
-    arguments = ["prepare", f"output={tmp_path / 'out'}", "task=docstrings"]
-    line = [sys.executable, "-m", "calibeam", *arguments]
-    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True) as process:  # noqa: S603
-        deadline = time.monotonic() + 30
-        while not (tmp_path / ".out.partial").exists() and time.monotonic() < deadline:
+    """As Ctrl-C does it: to the processes that work for it too."""
+    line = [sys.executable, "-m", "calibeam", "prepare", f"output={tmp_path / 'out'}", "task=docstrings"]
+    with subprocess.Popen(  # noqa: S603
+        line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, start_new_session=True
+    ) as process:
+        children, deadline = Path(f"/proc/{process.pid}/task/{process.pid}/children"), time.monotonic() + 30
+        while not children.read_text() and time.monotonic() < deadline:
             time.sleep(0.01)
-        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert said == "error: stopped by SIGINT. Nothing half-written is left behind; the same command goes on from here\n"
+    assert said == "error: stopped by SIGINT. Nothing half-written is left behind; run the same command again to resume\n"
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / ".out.partial").exists()
+
+
+def test_fault_04_an_interruption_while_it_is_imported_leaves_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "typer.py").write_text("raise KeyboardInterrupt")
+    environment = {**ENVIRONMENT, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-m", "calibeam", "tasks"], capture_output=True, env=environment, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, b"", b"")
 
 
 # decode
@@ -242,9 +284,39 @@ def test_decode_refuses_a_folder_that_is_not_a_model(tmp_path: Path, data: Path)
 def test_decode_refuses_more_source_tokens_than_the_model_has_positions(tmp_path: Path, data: Path, model_folder: Any) -> None:
     places = f"output={tmp_path / 'out'}", f"data={data}", f"model={model_folder('bart')}"
     assert refused("decode", *places, "max_source_length=100", "max_new_tokens=10") == (
-        "error: max_source_length is 100, but the model has 64 positions\n"
+        "error: decode.max_source_length is 100, but the model has 64 positions: lower it there, or max_source_length at the top "
+        "of the recipe (calibrate-model: --max-source-length)\n"
     )
     assert not (tmp_path / "out").exists()
+
+
+def test_decode_refuses_a_tokenizer_that_knows_nothing_of_the_text(tmp_path: Path, data: Path) -> None:
+    save(model_of_words(), tmp_path / "words")
+    rows = "".join(json.dumps({"source": f"Zażółć gęślą jaźń {i}", "target": "t"}) + "\n" for i in range(4))
+    (tmp_path / "polish.jsonl").write_text(rows)
+    files = f"train={tmp_path / 'polish.jsonl'}", f"validation={tmp_path / 'polish.jsonl'}"
+    assert command("prepare", f"output={tmp_path / 'polish'}", *files).returncode == 0
+    places = f"output={tmp_path / 'out'}", f"model={tmp_path / 'words'}", "max_source_length=24", "max_new_tokens=4"
+    message = refused("decode", *places, f"data={tmp_path / 'polish'}")
+    assert "does not know 100% of the tokens of the sources, such as 'Zażółć gęślą jaźń 0'" in message
+    assert "does not know" not in command("decode", *places, f"data={data}").stdout
+
+
+def test_a_task_prefix_that_is_missing_is_mentioned(tmp_path: Path, data: Path, model_folder: Any) -> None:
+    folder = model_folder("t5")
+    config = json.loads((folder / "config.json").read_text())
+    tasks = {"summarization": {"prefix": "summarize: ", "num_beams": 4}, "other": {}, "odd": "text"}
+    (folder / "config.json").write_text(json.dumps({**config, "task_specific_params": tasks}))
+    places = f"model={folder}", "max_source_length=24", "max_new_tokens=4", "num_candidates=2"
+    said = " ".join(command("decode", f"output={tmp_path / 'out'}", f"data={data}", *places).stdout.split())
+    assert "the model's config names task prefixes ('summarize: '), and no source begins with one" in said
+    assert "prepare.source_prefix (calibrate-model: --source-prefix)" in said
+    assert any("task prefixes" in note for note in store.read(tmp_path / "out", "decode").manifest["notes"])
+    files = [f"{split}={tmp_path / split}.jsonl" for split in ("train", "validation")]
+    assert command("prepare", f"output={tmp_path / 'prefixed'}", *files, "source_prefix=summarize: ").returncode == 0
+    done = command("decode", f"output={tmp_path / 'other'}", f"data={tmp_path / 'prefixed'}", *places)
+    assert done.returncode == 0, done.stderr
+    assert "prefix" not in done.stdout
 
 
 def test_decode_refuses_a_decoder_only_model(tmp_path: Path, data: Path, tokenizer: Any) -> None:
@@ -292,14 +364,14 @@ def place(tmp_path: Path, data: Path, model_folder: Any) -> Path:
 @pytest.mark.parametrize("line", [["score"], ["evaluate", "--allow-code"], ["run", "--allow-code"]], ids=" ".join)
 def test_fault_52_a_recipe_can_run_no_code_even_beside_the_flag(line: list[str], place: Path) -> None:
     said = refused(line[0], "evil.toml", *line[1:], cwd=place)
-    assert "module:function works on the command line alone, with --allow-code" in said
+    assert "module:function works only on the command line, with --allow-code" in said
     assert not (place / "it-ran").exists()
 
 
 def test_a_function_named_on_the_command_line_needs_the_flag(place: Path) -> None:
     assert refused("score", "recipe.toml", "similarity=mine:longer", cwd=place) == (
         "error: score.similarity must be one of decoder, tokens, rouge, bertscore, got 'mine:longer'; "
-        "module:function works on the command line alone, with --allow-code\n"
+        "module:function works only on the command line, with --allow-code\n"
     )
     assert not (place / "it-ran").exists()
     done = command("score", "recipe.toml", "similarity=mine:longer", "--allow-code", cwd=place)
@@ -315,7 +387,7 @@ def test_fault_15_a_changed_function_is_another_making(place: Path) -> None:
     (place / "mine.py").write_text(MINE.replace("float(", "-1 - float("))
     said = refused(*line, cwd=place)
     assert "settings.similarity: 'mine:longer sha256:" in said
-    assert "Pass --force" in said
+    assert "--force makes this stage again" in said
     assert command(*line, "--force", cwd=place).returncode == 0
     assert all(max(row["similarity"]) < 0 for row in store.read(place / "run/score", "score").rows("scored", store.SCORED))
 

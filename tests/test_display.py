@@ -64,4 +64,44 @@ def test_a_bar_says_how_much_is_done_in_a_second(capsys: pytest.CaptureFixture[s
         for _ in range(3):
             time.sleep(0.05)
             bar.advance(10)
-    assert re.search(r"30/30 .* \d{2,3}/s", capsys.readouterr().out)
+    assert re.search(r"30/30 .* \d{2,3}(\.\d+)?/s", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(62_500.0, "62,500"), (1234.5, "1,234"), (13.5234, "13.52"), (0.0717, "0.0717"), (-3.944e-08, "0"), (0, "0")],
+)  # fmt: skip
+def test_numbers_are_written_as_they_are_read(value: float, text: str) -> None:
+    assert display.number(value) == text
+
+
+def test_a_bar_has_its_figures_on_a_line_of_their_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = "1,234 examples/s  loss -2.659  agreement 0.4795  kl 0.0717 [red]"
+    monkeypatch.setattr(display.console, "_width", 80)
+    with display.Bar("calibrate", 1_000_000) as bar:
+        bar.advance(1_000_000, figures)
+    first, second = capsys.readouterr().out.splitlines()[-2:]
+    assert re.search(r"^calibrate .* 1000000/1000000 .* left .*", first)
+    assert second.strip() == figures
+
+
+def test_a_table_that_is_too_wide_comes_in_parts_without_what_is_empty(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    columns = ["run", "decoder", *(f"figure {i}" for i in range(9)), "empty"]
+    rows = [
+        ["a name that is longer than any other, by far", "beam 1", *range(100_000, 100_009), ""],
+        ["b", "beam 2", *range(9), ""],
+    ]
+    monkeypatch.setattr(display.console, "_width", 80)
+    display.table("title", columns, rows, labels=2)
+    out = capsys.readouterr().out
+    assert max(map(len, out.splitlines())) <= 80
+    assert "empty" not in out
+    assert "…" not in out
+    for place in range(9):
+        assert out.count(f"figure {place}") == out.count(f"10000{place}") == 1
+    assert out.count("title") == 1
+    assert out.count("beam 2") == out.count("decoder") > 1

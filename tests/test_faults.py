@@ -9,45 +9,37 @@ import itertools
 import json
 import os
 import resource
+import shutil
+import signal
+import socket
 import struct
 import subprocess
+import sys
+import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from safetensors import safe_open
 from safetensors.torch import save_file
 
-from calibeam import recipe, rows, seq2seq, store
+import calibeam
+import forked
+from calibeam import distributed, recipe, rows, seq2seq, stages, store
+from calibeam import parquet as parquet_module
 from calibeam.paper.gap_sentences import split_sentences
 from calibeam.paper.metrics import has_repetition
 from calibeam.records import CalibeamError
 from calibeam.stages import finetune, prepare
+from conftest import Disk
 
 Make = Callable[..., Path]
-Disk = Callable[..., Path]
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    """A disk of its own, with the options given; only who may mount one can test this."""
-    place = tmp_path / "disk"
-
-    def make(options: str) -> Path:
-        again = place.is_mount()
-        place.mkdir(exist_ok=True)
-        line = ["mount", "-t", "tmpfs", "-o", f"remount,{options}" if again else options, "tmpfs", str(place)]
-        done = subprocess.run(line, capture_output=True, text=True)  # noqa: S603
-        if done.returncode:
-            pytest.skip(f"no disk can be mounted here: {done.stderr.strip()}")
-        return place
-
-    yield make
-    if place.is_mount():
-        subprocess.run(["umount", "--lazy", str(place)], check=True)  # noqa: S603, S607
 
 
 @pytest.fixture
@@ -74,9 +66,13 @@ def prepared(output: Path, rows_file: Make, count: int = 8, **settings: Any) -> 
     return prepare.run(prepare.Config(output=str(output), train=file, validation=file, **settings))
 
 
+TUNED: dict[str, Any] = {
+    "batch_size": 4, "max_steps": 2, "eval_steps": 1, "max_source_length": 24, "max_target_length": 8, "device": "cpu",
+}  # fmt: skip
+
+
 def tune(data: Path, model: Path, output: Path, **more: Any) -> Path:
-    given = {"batch_size": 4, "max_steps": 2, "eval_steps": 1, "max_source_length": 24, "max_target_length": 8, "device": "cpu"}
-    return finetune.run(finetune.Config(data=str(data), model=str(model), output=str(output), **given, **more))
+    return finetune.run(finetune.Config(data=str(data), model=str(model), output=str(output), **TUNED, **more))
 
 
 def complaint(run: Callable[[], Any]) -> str:
@@ -119,6 +115,14 @@ def test_fault_05_a_table_that_does_not_fit_leaves_what_was_there(disk: Disk, ro
     assert contents(store.read(place / "out", "prepare").path) == before
 
 
+def test_fault_05_a_page_that_does_not_fit_leaves_what_was_there(disk: Disk) -> None:
+    page = disk("size=16k") / "report.html"
+    store.write_page(page, "before")
+    with pytest.raises(CalibeamError, match=r"report\.html cannot be written: No space left on device"):
+        store.write_page(page, "x" * 20_000)
+    assert [file.read_text() for file in page.parent.iterdir()] == ["before"]
+
+
 @pytest.mark.parametrize("fault", ["something in its place", "a full disk"])
 def test_fault_19_a_tracker_that_fails_is_left_out_and_training_goes_on(
     fault: str, tmp_path: Path, data: Path, model_folder: Make, disk: Disk, capsys: pytest.CaptureFixture[str]
@@ -132,7 +136,7 @@ def test_fault_19_a_tracker_that_fails_is_left_out_and_training_goes_on(
     else:
         (run / "runs").write_text("no folder")
     told = contents(tune(data, model, run / "out", report_to=("tensorboard",)))
-    assert "tensorboard failed and is told no more" in capsys.readouterr().out
+    assert "tensorboard failed and gets no more figures" in capsys.readouterr().out
     assert told == contents(tune(data, model, tmp_path / "whole"))
 
 
@@ -164,6 +168,37 @@ def test_fault_06_a_disk_without_leave_or_inodes_is_said_so(options: str, messag
     assert not (place / "out").exists()
 
 
+def without_leave(train: str, closed: str, page: str) -> None:
+    """As a user who may not do what is asked; what is imported later is not theirs to read either."""
+
+    for module in ("decode", "prepare", "evaluate"):
+        stages.load(module)
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+    for output, file in ((f"{closed}/out", train), (f"{closed}/deep/out", train), ("/dev/shm/out", f"{closed}/secret.jsonl")):
+        print(complaint(lambda: prepare.run(prepare.Config(output=output, train=file, validation=train))))  # noqa: B023
+    print(complaint(lambda: store.write_page(Path(page), "page")))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_fault_06_without_leave_to_write_or_read_the_error_says_so(tmp_path: Path, rows_file: Make) -> None:
+    with tempfile.TemporaryDirectory() as open_to_all:
+        place = Path(open_to_all)
+        place.chmod(0o755)
+        train = shutil.copy(rows_file("rows.jsonl", 8), place)
+        (place / "secret.jsonl").touch(0o600)
+        with forked.Process(tmp_path, without_leave, train, str(place), str(place / "report.html")) as process:
+            assert process.end(60) == 0, process.said()
+        said = process.said()[0].splitlines()
+        assert len(said) == 4
+        wanted = ("out cannot be", "deep/out cannot be created", "secret.jsonl cannot be read", "report.html cannot")
+        for line, what in zip(said, wanted, strict=True):
+            assert what in line
+            assert "Permission denied" in line
+        assert sorted(file.name for file in place.iterdir()) == ["rows.jsonl", "secret.jsonl"]
+
+
 def test_fault_20_without_file_handles_the_error_says_so(tmp_path: Path, data: Path, limit: Any) -> None:
     store.read(data, "prepare").examples("train")  # what is imported on the way needs handles too
     highest = max(int(name) for name in os.listdir("/proc/self/fd"))
@@ -180,6 +215,59 @@ def test_fault_20_without_file_handles_the_error_says_so(tmp_path: Path, data: P
     finally:
         for handle in taken:
             os.close(handle)
+
+
+def test_fault_20_without_shared_memory_the_error_says_so(tmp_path: Path) -> None:
+    """Worker processes take their locks from it."""
+    line = f"{sys.executable} -m calibeam prepare output={tmp_path / 'out'} task=docstrings"
+    script = f"mount -t tmpfs -o size=4k,nr_inodes=2 tmpfs /dev/shm || exit 77; {line}"
+    environment = {**os.environ, "PYTHONPATH": str(Path(calibeam.__file__).parents[1])}
+    done = subprocess.run(["unshare", "-m", "sh", "-c", script], capture_output=True, text=True, env=environment)  # noqa: S603, S607
+    if done.returncode in (1, 77):
+        pytest.skip(f"/dev/shm cannot be changed here: {done.stderr.strip()}")
+    assert done.returncode == 2
+    assert "and /dev/shm, which worker processes need a little of, is full" in " ".join(done.stderr.split())
+
+
+# Processes that train together
+
+
+def dying(*line: str) -> None:
+    """The command line; the second of several processes is killed in its second step, while the first waits for its sums."""
+    add_up, calls = distributed.add_up, itertools.count(1)
+
+    def killed(tensors: Any) -> None:
+        if distributed.rank() == 1 and next(calls) == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        add_up(tensors)
+
+    distributed.add_up = killed
+    forked.command(*line)
+
+
+def test_fault_07_a_process_that_dies_in_a_sum_ends_the_others_and_what_was_saved_is_kept(
+    tmp_path: Path, data: Path, model_folder: Make
+) -> None:
+    output, model = tmp_path / "out", model_folder("t5")
+    settings = {**TUNED, "data": data, "model": model, "output": output, "micro_batch_size": 2}
+    line = ["finetune", *(f"{key}={value}" for key, value in settings.items())]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        together = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free.getsockname()[1])}
+    with ExitStack() as stack:
+        processes = []
+        for rank in ("0", "1"):
+            (tmp_path / rank).mkdir()
+            environment = {**os.environ, **together, "RANK": rank, "LOCAL_RANK": rank}
+            processes.append(stack.enter_context(forked.Process(tmp_path / rank, dying, *line, environment=environment)))
+        assert processes[1].end() == -signal.SIGKILL
+        assert processes[0].end(60) == 2
+        said = processes[0].said()[1]
+    assert "\nerror: finetune: process 0 of 2 has lost touch with another one, which has died" in f"\n{said}"
+    assert "Traceback" not in said
+    assert [file.name for file in (tmp_path / ".out.partial").glob("checkpoint-*")] == ["checkpoint-000000001.safetensors"]
+    log = [json.loads(record) for record in (tune(data, model, output) / "log.jsonl").open()]
+    assert [record["step"] for record in log if "train" in record] == [1, 2]
 
 
 # Names
@@ -215,12 +303,73 @@ def test_fault_49_a_parquet_file_that_repeats_a_huge_text_is_read_in_little_memo
     assert time.process_time() - started < 20
 
 
+def named_often(text: str | bytes, times: int) -> pa.Array:
+    """One text, which a dictionary holds once."""
+    return pa.DictionaryArray.from_arrays(pa.array([0] * times, pa.int32()), pa.array([text]))
+
+
+MUCH = "x" * (1 << 18)
+DELTAS = {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"}
+BOMBS = {
+    "a list": (
+        lambda: pa.ListArray.from_arrays(pa.array([0, 1000], pa.int32()), named_often(MUCH, 1000)), {}, "a row is more than",
+    ),
+    "bytes": (lambda: named_often(MUCH.encode(), 1000), {}, "expands to more than"),
+    "a field": (lambda: pa.StructArray.from_arrays([named_often(MUCH, 1000)], ["inner"]), {}, "expands to more than"),
+    "like the one before": (lambda: pa.array([MUCH] * 200), DELTAS, "expands to more than"),
+    "a list of such": (lambda: pa.array([[MUCH] * 100] * 2), DELTAS, "column source.list.element may expand without end"),
+    "a list of nothing": (
+        lambda: pa.ListArray.from_arrays(pa.array([0, 1 << 21], pa.int32()), pa.nulls(1 << 21, pa.string())), {},
+        "1 rows claim to have 2,097,152 values",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("column", "how", "said"), BOMBS.values(), ids=BOMBS)
+def test_fault_49_whatever_a_parquet_file_repeats_is_refused_in_little_memory(
+    column: Callable[[], pa.Array], how: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kilobyte that says: 50 to 250 MB, where a sixteenth of what is allowed by default is."""
+    monkeypatch.setattr(rows, "LEAST_EXPANSION", 1 << 24)
+    monkeypatch.setattr(parquet_module, "BATCH", 1 << 22)
+    monkeypatch.setattr(parquet_module, "MOST_VALUES", 1 << 20)
+    file = tmp_path / "bomb.parquet"
+    pq.write_table(pa.table({"source": column()}), file, compression="zstd", store_schema=False, **how)
+    assert file.stat().st_size < 1 << 12
+    pool, usual = pa.proxy_memory_pool(pa.default_memory_pool()), pa.default_memory_pool()
+    pa.set_memory_pool(pool)
+    tracemalloc.start()
+    try:
+        assert said in complaint(lambda: list(rows.read(str(file))))
+        assert pool.max_memory() + tracemalloc.get_traced_memory()[1] < 1 << 25
+    finally:
+        tracemalloc.stop()
+        pa.set_memory_pool(usual)
+
+
+@pytest.mark.parametrize("encoding", ["PLAIN", "DELTA_BYTE_ARRAY", "DELTA_LENGTH_BYTE_ARRAY"])
+@pytest.mark.parametrize("version", ["1.0", "2.0"])
+def test_honest_parquet_files_are_read_whatever_their_encoding(encoding: str, version: str, tmp_path: Path) -> None:
+    table = pa.table({
+        "source": [f"a text, number {number}" for number in range(3000)],
+        "targets": [[f"one of {number}", "two"][: number % 3] for number in range(3000)],
+        "more": pa.array([[("a key", f"{number}")] for number in range(3000)], pa.map_(pa.string(), pa.string())),
+        "inner": [{"name": "same", "bytes": b"\xff", "tokens": [number, 7]} for number in range(3000)],
+    })  # fmt: skip
+    for how in ({"use_dictionary": True}, {"use_dictionary": False, "column_encoding": {"source": encoding}}):
+        pq.write_table(table, tmp_path / "x.parquet", data_page_version=version, row_group_size=1100, **how)
+        assert list(rows.read(str(tmp_path / "x.parquet"))) == table.to_pylist()
+
+
 def thrift(*fields: tuple[int, tuple[int, bytes]]) -> tuple[int, bytes]:
     """A struct in Thrift's compact form; every value comes with its type."""
-    numbers = [0, *(number for number, _ in fields)]
-    steps = (number - before for before, number in itertools.pairwise(numbers))
-    parts = (bytes([step << 4 | kind]) + content for step, (_, (kind, content)) in zip(steps, fields, strict=True))
+    numbers = itertools.pairwise([0, *(number for number, _ in fields)])
+    parts = (_number(*steps, kind) + content for steps, (_, (kind, content)) in zip(numbers, fields, strict=True))
     return 12, b"".join(parts) + b"\0"
+
+
+def _number(before: int, number: int, kind: int) -> bytes:
+    return bytes([number - before << 4 | kind]) if number > before else bytes([kind]) + varint(2 * number)
 
 
 def whole(number: int) -> tuple[int, bytes]:
@@ -251,7 +400,10 @@ def dictionary_page(values: int) -> tuple[int, tuple[int, bytes]]:
     return 7, thrift((1, small(values)), (2, small(0)))
 
 
-def parquet(content: bytes, kind: tuple[int, tuple[int, bytes]], *, rows: int = 1, size: int | None = None) -> bytes:
+Field = tuple[int, tuple[int, bytes]]
+
+
+def parquet(content: bytes, kind: Field, *more: Field, rows: int = 1, size: int | None = None) -> bytes:
     """A file of one page in one column, which says of itself what it is told to say; its contents are compressed by zstd."""
     packed = pa.compress(content, codec="zstd", asbytes=True)
     claimed = len(content) if size is None else size
@@ -260,7 +412,7 @@ def parquet(content: bytes, kind: tuple[int, tuple[int, bytes]], *, rows: int = 
     places = [(9, whole(4))] if kind[0] == 5 else [(9, whole(4 + len(body))), (11, whole(4))]
     about = thrift(
         (1, small(6)), (2, several(small(0))), (3, several(word(b"source"))), (4, small(6)), (5, whole(rows)),
-        (6, whole(100)), (7, whole(len(body))), *places,
+        (6, whole(100)), (7, whole(len(body))), *places, *more,
     )  # fmt: skip
     group = thrift((1, several(thrift((2, whole(4)), (3, about)))), (2, whole(100)), (3, whole(rows)))
     column = thrift((1, small(6)), (3, small(0)), (4, word(b"source")), (6, small(0)))
@@ -271,12 +423,20 @@ def parquet(content: bytes, kind: tuple[int, tuple[int, bytes]], *, rows: int = 
 
 HELLO = struct.pack("<I", 5) + b"hello"
 LYING = {
-    "a trillion rows": (parquet(HELLO, data_page(1), rows=10**12), "claims 1,000,000,000,000 rows in group 0 and has 999"),
+    "a trillion rows": (parquet(HELLO, data_page(1), rows=10**12), "group 0 claims 1,000,000,000,000 rows and has 999"),
     "a page of 2 GiB": (parquet(HELLO, data_page(1), size=2**31 - 1), "claims to be 2,147,483,647"),
     "a dictionary of 2 GiB": (parquet(HELLO, dictionary_page(1), size=2**31 - 1), "claims to be 2,147,483,647, of 1 values"),
     "2^31 texts in 9 bytes": (parquet(HELLO, dictionary_page(2**31 - 1)), "claims to be 9, of 2,147,483,647 values"),
     "zeros": (parquet(bytes(1 << 27), dictionary_page(1 << 25)), "claims to be 134,217,728, of 33,554,432 values"),
-    "no page at all": (parquet(HELLO, (5, (12, b"\xff" * 99))), "a page's header holds what none does"),
+    "a histogram of another column": (
+        parquet(HELLO, data_page(1), (16, thrift((3, several(whole(1), whole(1)))))),
+        "histogram size mismatch",
+    ),  # at which pyarrow itself ends the process, asked in another way
+    "a list without end": (parquet(HELLO, data_page(1), (16, (9, b"\xf1" + varint(1 << 60)))), "a header holds too long a list"),
+    "a list for a place": (parquet(HELLO, data_page(1), (11, several(small(1)))), "lacks what every one has"),
+    "bytes without end": (parquet(HELLO, data_page(1), (16, (8, varint(1 << 62)))), "a header is cut off"),
+    "two places": (parquet(HELLO, data_page(1), (9, whole(4))), "a header says one thing twice"),
+    "no page at all": (parquet(HELLO, (5, (12, b"\xff" * 99))), "a header holds what none does"),
 }
 
 
@@ -298,7 +458,7 @@ def test_fault_49_a_parquet_file_that_lies_about_its_size_is_refused_on_its_word
 
 
 def test_fault_49_a_parquet_file_of_a_great_many_rows_of_nothing_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "LONGEST_DOCUMENT", 1 << 20)
+    monkeypatch.setattr(rows, "LEAST_EXPANSION", 1 << 20)
     file = tmp_path / "nothing.parquet"
     pq.write_table(pa.table({"source": pa.nulls(1_000_000, pa.string())}), file)
     with pytest.raises(CalibeamError, match="expands to more than 100 times its size"):
@@ -307,7 +467,7 @@ def test_fault_49_a_parquet_file_of_a_great_many_rows_of_nothing_ends(tmp_path: 
 
 @pytest.mark.parametrize("ending", [".gz", ".xz", ".zst"])
 def test_fault_49_a_compressed_bomb_ends(ending: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "LONGEST_DOCUMENT", 1 << 20)
+    monkeypatch.setattr(rows, "LEAST_EXPANSION", 1 << 20)
     file = tmp_path / f"bomb.jsonl{ending}"
     content = b'{"source": "s", "target": "t"}\n' * 300_000
     if ending == ".zst":
@@ -353,6 +513,18 @@ def square_free(words: int) -> str:
     return " ".join(text[:words])
 
 
+def least_seconds(function: Callable[[], Any]) -> float:
+    """Of a core, of up to three tries, as other work on a machine makes some of them slow."""
+    found = []
+    for _ in range(3):
+        started = time.process_time()
+        function()
+        found.append(time.process_time() - started)
+        if found[-1] < 1:
+            break
+    return min(found)
+
+
 LONG = {
     "distinct words": (" ".join(map(str, range(150_000))), False),
     "square-free": (square_free(500_000), False),
@@ -361,18 +533,14 @@ LONG = {
 
 
 @pytest.mark.parametrize(("text", "expected"), LONG.values(), ids=LONG)
-def test_fault_53_repetitions_of_a_megabyte_are_found_within_a_second_or_so(text: str, expected: bool) -> None:
-    """0.9 s at most; more is allowed here, on machines with other work."""
-    started = time.process_time()
+def test_fault_53_repetitions_of_a_megabyte_are_found_within_a_second(text: str, expected: bool) -> None:
     assert has_repetition(text) == expected
-    assert time.process_time() - started < 3
+    assert least_seconds(lambda: has_repetition(text)) < 1
 
 
 @pytest.mark.parametrize("piece", [".", ". ", "A. ", "\n", ".)]» ", "... x"])
-def test_fault_53_a_megabyte_is_split_into_sentences_within_a_second_or_so(piece: str) -> None:
-    started = time.process_time()
-    split_sentences(piece * (1_000_000 // len(piece)))
-    assert time.process_time() - started < 3
+def test_fault_53_a_megabyte_is_split_into_sentences_within_a_second(piece: str) -> None:
+    assert least_seconds(lambda: split_sentences(piece * (1_000_000 // len(piece)))) < 1
 
 
 # Models
@@ -408,25 +576,39 @@ def forged(header: dict[str, Any], data: bytes = b"", size: int | None = None) -
 
 ONE = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}
 FORGED = {
-    "a header of 2^63 bytes": forged({}, size=1 << 63),
-    "a header of 100 MB": forged({}, size=100 << 20),
-    "overlapping": forged({"a": ONE, "b": ONE}, bytes(4)),
-    "beyond the end": forged({"a": {**ONE, "data_offsets": [0, 400]}}, bytes(4)),
-    "backwards": forged({"a": {**ONE, "data_offsets": [4, 0]}}, bytes(4)),
-    "the wrong size": forged({"a": {**ONE, "shape": [1 << 40]}}, bytes(4)),
-    "an unknown type": forged({"a": {**ONE, "dtype": "PICKLE"}}, bytes(4)),
-    "a key twice": struct.pack("<Q", 129) + b'{"a":' + json.dumps(ONE).encode() + b',"a":' + json.dumps(ONE).encode() + b"}",
-    "nothing": b"",
-    "no json": struct.pack("<Q", 8) + b"\xff" * 8,
+    "a header of 2^63 bytes": (forged({}, size=1 << 63), "claims to have 9,223,372,036,854,775,808 bytes"),
+    "a header of 100 MB": (forged({"a" * (100 << 20): ONE}, bytes(4)), "claims to have 104,857,6.. bytes"),
+    "a header cut off": (forged({"a": ONE}, size=1000), "does not load"),
+    "overlapping": (forged({"a": ONE, "b": ONE}, bytes(4)), "does not load"),
+    "beyond the end": (forged({"a": {**ONE, "data_offsets": [0, 400]}}, bytes(4)), "does not load"),
+    "backwards": (forged({"a": {**ONE, "data_offsets": [4, 0]}}, bytes(4)), "does not load"),
+    "the wrong size": (forged({"a": {**ONE, "shape": [1 << 40]}}, bytes(4)), "does not load"),
+    "an unknown type": (forged({"a": {**ONE, "dtype": "PICKLE"}}, bytes(4)), "does not load"),
+    "nothing": (b"", "header of .* is damaged"),
+    "no json": (struct.pack("<Q", 8) + b"\xff" * 8, "header of .* is damaged"),
 }
 
 
-@pytest.mark.parametrize("content", FORGED.values(), ids=FORGED)
-def test_fault_50_forged_safetensors_are_refused(content: bytes, model_folder: Make) -> None:
+@pytest.mark.parametrize(("content", "said"), FORGED.values(), ids=FORGED)
+def test_fault_50_forged_safetensors_are_refused(content: bytes, said: str, model_folder: Make) -> None:
     folder = model_folder("t5")
     (folder / "model.safetensors").write_bytes(content)
-    with pytest.raises(CalibeamError, match=r"does not load|do not fit"):
+    with pytest.raises(CalibeamError, match=said):
         seq2seq.load(folder, device="cpu")
+
+
+def test_fault_50_a_tensor_that_is_there_twice_is_refused(model_folder: Make) -> None:
+    """The model's own weights, but that one of them stands in the header twice."""
+    file = model_folder("t5") / "model.safetensors"
+    content = file.read_bytes()
+    size = 8 + int.from_bytes(content[:8], "little")
+    (name, facts), *_ = [item for item in json.loads(content[8:size]).items() if item[0] != "__metadata__"]
+    header = f"{{{json.dumps(name)}: {json.dumps(facts)}, ".encode() + content[9:size]
+    file.write_bytes(struct.pack("<Q", len(header)) + header + content[size:])
+    with safe_open(file, framework="pt") as opened:
+        assert name in opened.keys()  # noqa: SIM118 (it is no dict)
+    with pytest.raises(CalibeamError, match="a name stands there twice"):
+        seq2seq.load(file.parent, device="cpu")
 
 
 @pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "..", "sub/model.safetensors"])

@@ -56,6 +56,25 @@ def test_a_line_for_each_series_in_its_band(tmp_path: Path) -> None:
     assert len(marks(svg, "area")) == 2
 
 
+def test_counts_are_written_without_a_point(tmp_path: Path) -> None:
+    """Whether every step has its mark or only some have."""
+    for steps, wanted in ((3, {"0", "1", "2"}), (2000, {"0", "500", "1,000"})):
+        rows = [{"step": step, "loss": step / 7} for step in range(steps)]
+        found = texts(drawn(figures.line(rows, "step", "loss", y_title=None), tmp_path))
+        assert wanted <= set(found[: found.index("step")])
+        assert not any("." in text for text in found[: found.index("step")])
+
+
+def test_upright_bars_stand_beside_each_other_on_their_labels(tmp_path: Path) -> None:
+    rows = [{"words": words, "share": share, "of": of} for of in "ab" for words, share in (("1-2", 30.0), ("3-4", 10.0))]
+    svg = drawn(figures.bars(rows, "words", "share", "of", title="%", upright="words"), tmp_path)
+    assert {"1-2", "3-4", "words", "%", "a", "b"} <= set(texts(svg))
+    places = [bar.get("d", "") for bar in marks(svg, "rect")]
+    tall, short = (float(place.split("v")[1].split("h")[0]) for place in places[:2])
+    assert math.isclose(tall / short, 3)
+    assert len({place.split(",")[0] for place in places}) == 4
+
+
 def test_bars_have_lengths_in_proportion_and_whiskers(tmp_path: Path) -> None:
     rows = [{"stage": "decode", "s": 30.0, "lo": 20.0, "hi": 40.0}, {"stage": "score", "s": 10.0, "lo": 9.0, "hi": 11.0}]
     svg = drawn(figures.bars(rows, "stage", "s", interval=("lo", "hi"), title="seconds"), tmp_path)

@@ -1,11 +1,12 @@
 """Random input to everything that reads what others wrote: a good answer or a CalibeamError, never anything else.
 
-A hundred or so cases each here; `make fuzz` takes 10,000 (`CALIBEAM_FUZZ=10000`).
+Three hundred cases each here; `make fuzz` takes 10,000 (`CALIBEAM_FUZZ=10000`).
 """
 
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -14,10 +15,11 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from calibeam import pipeline, recipe, rows, stages, store
+from calibeam import checkpoint, pipeline, recipe, rows, stages, store
 from calibeam.paper.gap_sentences import split_sentences
 from calibeam.paper.metrics import _repeats, _repeats_in_long, has_repetition
 from calibeam.recipe import StageConfig
@@ -26,7 +28,7 @@ from calibeam.stages import prepare
 
 settings.register_profile(
     "calibeam",
-    max_examples=int(os.environ.get("CALIBEAM_FUZZ", "100")),
+    max_examples=int(os.environ.get("CALIBEAM_FUZZ", "300")),
     deadline=None,
     derandomize="CALIBEAM_FUZZ" not in os.environ,
     database=None,
@@ -119,7 +121,9 @@ def damaged(place: Path) -> tuple[Path, dict[str, bytes]]:
     """Files that are right, to be damaged."""
     content = [{"source": f"some words {i}", "target": ["x", "y" * i], "id": i} for i in range(20)]
     pq.write_table(pa.Table.from_pylist(content), place / "x.parquet", compression="zstd")
-    whole = {"x.parquet": (place / "x.parquet").read_bytes()}
+    others = {"use_dictionary": False, "column_encoding": {"source": "DELTA_BYTE_ARRAY"}, "data_page_version": "2.0"}
+    pq.write_table(pa.Table.from_pylist(content), place / "y.parquet", **others)
+    whole = {name: (place / name).read_bytes() for name in ("x.parquet", "y.parquet")}
     lines = "".join(json.dumps(row) + "\n" for row in content).encode()
     whole["x.jsonl.gz"], whole["x.jsonl.zst"] = gzip.compress(lines), pa.compress(lines, codec="zstd", asbytes=True)
     return place, whole
@@ -128,15 +132,20 @@ def damaged(place: Path) -> tuple[Path, dict[str, bytes]]:
 CHANGES = st.lists(st.tuples(st.integers(0, 1 << 16), st.integers(1, 255)), min_size=1, max_size=4)
 
 
-@pytest.mark.parametrize("name", ["x.parquet", "x.jsonl.gz", "x.jsonl.zst"])
+def changed(content: bytes, changes: list[tuple[int, int]]) -> bytes:
+    found = bytearray(content)
+    for at, change in changes:
+        found[at % len(found)] ^= change
+    return bytes(found)
+
+
+@pytest.mark.parametrize("name", ["x.parquet", "y.parquet", "x.jsonl.gz", "x.jsonl.zst"])
 @given(changes=CHANGES, cut=st.integers(0, 40))
 def test_damaged_files_give_rows_or_an_error_with_their_name(
     changes: list[tuple[int, int]], cut: int, name: str, damaged: tuple[Path, dict[str, bytes]]
 ) -> None:
     folder, whole = damaged
-    content = bytearray(whole[name])
-    for at, change in changes:
-        content[at % len(content)] ^= change
+    content = changed(whole[name], changes)
     (folder / name).write_bytes(content[: len(content) - cut])
     try:
         assert all(isinstance(row, dict | str | list | int | float | None) for row in rows.read(str(folder / name)))
@@ -173,9 +182,7 @@ def test_no_changed_byte_of_a_stage_goes_unnoticed(
     folder, whole = stage
     for file, content in whole.items():
         (folder / file).write_bytes(content)
-    content = bytearray(whole[name])
-    for at, change in changes:
-        content[at % len(content)] ^= change
+    content = changed(whole[name], changes)
     (folder / name).write_bytes(content)
     try:
         says_the_same = json.loads(content) == json.loads(whole[name]) if name == store.MANIFEST else content == whole[name]
@@ -186,6 +193,52 @@ def test_no_changed_byte_of_a_stage_goes_unnoticed(
         assert says_the_same
     except CalibeamError as error:
         assert name in str(error)
+
+
+@given(changes=CHANGES)
+def test_a_table_that_was_changed_on_purpose_is_read_or_refused(
+    changes: list[tuple[int, int]], stage: tuple[Path, dict[str, bytes]]
+) -> None:
+    """With a manifest that fits."""
+    folder, whole = stage
+    content = changed(whole["train.parquet"], changes)
+    manifest = json.loads(whole[store.MANIFEST])
+    del manifest["seal"]
+    manifest["files"]["train.parquet"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (folder / "train.parquet").write_bytes(content)
+    (folder / store.MANIFEST).write_text(json.dumps({**manifest, "seal": store._seal(manifest)}))
+    try:
+        assert all(isinstance(example.source, str) for example in store.read(folder, "prepare").examples("train"))
+    except CalibeamError as error:
+        assert "train.parquet" in str(error)
+
+
+@given(changes=CHANGES, cut=st.integers(0, 40))
+def test_no_changed_byte_of_a_shard_goes_unnoticed(changes: list[tuple[int, int]], cut: int, place: Path) -> None:
+    shards = store.Shards(place, "shard", store.EXAMPLES)
+    shards.write(0, [{"id": "a", "source": "s", "targets": ["t"]}], {"counts": 1})
+    file = place / "shard-00000.parquet"
+    content = changed(file.read_bytes(), changes)
+    content = content[: len(content) - cut]
+    is_whole = content == file.read_bytes()
+    file.write_bytes(content)
+    assert shards.facts(0, ["a"]) == ({"counts": 1} if is_whole else None)
+
+
+@given(changes=CHANGES, cut=st.integers(0, 40))
+def test_no_changed_byte_of_a_checkpoint_goes_unnoticed(changes: list[tuple[int, int]], cut: int, place: Path) -> None:
+    file = place / "checkpoint-000000001.safetensors"
+    told, tensors = {"loop": {"step": 1}}, {"model.weight": torch.arange(6.0).view(2, 3), "random.cpu": torch.zeros(5)}
+    checkpoint.write(file, told, tensors)
+    content = changed(file.read_bytes(), changes)
+    file.write_bytes(content[: len(content) - cut])
+    try:
+        found = checkpoint.read(file)
+    except CalibeamError as error:
+        assert file.name in str(error)
+    else:  # what was changed says nothing, such as a space
+        assert found[0] == told
+        assert all(torch.equal(found[1][name], tensor) for name, tensor in tensors.items())
 
 
 # Text
@@ -221,4 +274,4 @@ def test_any_text_has_repetitions_or_not(text: str) -> None:
 
 def test_the_cases_are_as_many_as_were_asked_for() -> None:
     asked: Any = settings().max_examples
-    assert asked == int(os.environ.get("CALIBEAM_FUZZ", "100"))
+    assert asked == int(os.environ.get("CALIBEAM_FUZZ", "300"))

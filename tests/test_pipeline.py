@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import glob
+import html
 import json
 import os
 import re
@@ -11,10 +12,12 @@ import shutil
 import subprocess
 import tomllib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
@@ -24,29 +27,22 @@ from calibeam import pipeline, recipe, seq2seq, store
 from calibeam.cli import app
 from calibeam.records import CalibeamError
 from calibeam.stages import evaluate
-from conftest import TINY_RECIPE, sentence
+from conftest import TINY_RECIPE, Disk, sentence, tiny_model
 
 Make = Callable[..., Path]
-RECIPE = f"""{TINY_RECIPE}[finetune]
+RECIPE = f"""max_source_length = 24
+max_target_length = 8
+{TINY_RECIPE}[finetune]
 learning_rate = 1e-2
 batch_size = 8
 max_steps = 3
-max_source_length = 24
-max_target_length = 8
 [decode]
 num_candidates = 3
-max_new_tokens = 8
-max_source_length = 24
 [calibrate]
 batch_size = 8
 max_steps = 2
-max_source_length = 24
-max_target_length = 8
 [evaluate]
 num_candidates = [1, 3]
-max_new_tokens = 8
-max_source_length = 24
-max_target_length = 8
 """
 FOLDERS = ["prepare", "create", "finetune", "decode", "score", "calibrate", "evaluate/finetuned", "evaluate/calibrated",
            "report", "model"]  # fmt: skip
@@ -102,6 +98,8 @@ def test_a_run_writes_every_folder_a_report_and_a_model(place: Path) -> None:
     assert model.generation_config.length_penalty == 0.0
     assert model.generation_config.num_beams > 1
     assert model.generate(**tokenizer("the red fox", return_tensors="pt"), max_new_tokens=4).shape[1] <= 5
+    card = (place / "out/model/README.md").read_text()
+    assert "# out-calibrated\n\nThis is `out` " in card  # after the run, as neither `finetune` nor `model` says anything
     printed = (place / "printed").read_text()
     assert "Traceback" not in printed
     for number, stage in enumerate(FOLDERS, start=1):
@@ -114,12 +112,15 @@ def test_fault_56_no_secret_and_no_place_on_the_disk_is_told(place: Path) -> Non
     for file in (place / "out").rglob("*"):
         assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
     shared = [place / "printed", place / "out/report.html", place / "out/report/report.html", place / "out/model/README.md",
-              *(place / "out").rglob("log.jsonl")]  # fmt: skip
+              place / "out/report/figures.json", *(place / "out").rglob("log.jsonl")]  # fmt: skip
     for file in shared:
         text = file.read_text()
         assert SECRET not in text, file
         assert str(place) not in text, file
         assert str(Path.home()) + "/" not in text, file
+    exported = json.loads((place / "out/model" / store.MANIFEST).read_text())
+    assert not exported["input_places"]
+    assert not {"output", "calibrated"} & set(exported["settings"])
 
 
 def test_a_second_run_makes_nothing_again(place: Path) -> None:
@@ -128,6 +129,9 @@ def test_a_second_run_makes_nothing_again(place: Path) -> None:
     done = command("run", "recipe.toml", cwd=place)
     assert done.returncode == 0, done.stderr
     assert manifests(place) == before
+    for stage in ("prepare", "create", "finetune", "decode", "score", "calibrate", "evaluate", "report", "export"):
+        assert f"\n{stage}: done already, verified\n" in done.stdout
+        assert "done already" not in (place / "printed").read_text()
     for work in ("step 0: validation", "decode beam", "score decoder"):
         assert work in (place / "printed").read_text()
         assert work not in done.stdout
@@ -136,7 +140,9 @@ def test_a_second_run_makes_nothing_again(place: Path) -> None:
 def test_fault_15_a_changed_setting_is_refused_by_name_and_made_again_when_forced(copy: Path) -> None:
     before = manifests(copy)
     with pytest.raises(
-        CalibeamError, match=r"out/calibrate holds a result of another making:\n  settings\.beta: 10\.0 there, 5\.0 now"
+        CalibeamError,
+        match=r"^out/calibrate was made with other settings or inputs:\n  settings\.beta: 10\.0 before, 5\.0 now\n"
+        r"--force makes this stage again, and in a run those that follow; what it reads is kept\.",
     ):
         pipeline.run(tables("calibrate.beta=5.0"))
     assert manifests(copy) == before
@@ -154,10 +160,34 @@ def test_force_makes_again_only_what_has_changed(copy: Path) -> None:
     assert {name: after[name] for name in FOLDERS[:6]} == {name: before[name] for name in FOLDERS[:6]}
 
 
+@pytest.mark.parametrize("stage", ["create", "decode", "score", "evaluate", "report", "export"])
+def test_fault_05_on_a_full_disk_a_stage_says_so_and_goes_on_when_there_is_room(
+    stage: str, place: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the second half of what it writes."""
+    monkeypatch.chdir(place)
+    step = next(step for step in pipeline.plan(tables()) if step.stage == stage)
+    made = contents(Path(step.config.output))
+    size = sum(map(len, made.values()))
+    output = disk(f"size={max(size // 2, 4096)}") / "out" / Path(step.config.output).name
+    again = replace(step, config=replace(step.config, output=str(output)))
+    with pytest.raises(CalibeamError, match=r" cannot be written: No space left on device \([\d,]+ bytes are free there\)"):
+        again.run()
+    assert not output.exists()
+    disk(f"size={4 * size + (1 << 20)}")
+    assert contents(again.run()).keys() == made.keys()
+    assert stage == "report" or contents(output) == made  # a report tells how long things took
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (file for file in folder.rglob("*") if file.is_file() and file.name != store.MANIFEST)
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files}
+
+
 def test_fault_15_a_changed_row_is_refused_by_name(copy: Path) -> None:
     rows = copy / "train.jsonl"
     rows.write_text(rows.read_text().replace("the", "teh", 1))
-    with pytest.raises(CalibeamError, match=r"out/prepare holds .*\n  inputs\.train:"):
+    with pytest.raises(CalibeamError, match=r"out/prepare was made .*:\n  train\.jsonl: other contents\n--force"):
         pipeline.run(tables())
 
 
@@ -168,7 +198,7 @@ def test_fault_17_a_flipped_byte_is_refused_with_the_name_of_the_file(name: str,
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    with pytest.raises(CalibeamError, match=f"out/{name} is damaged"):
+    with pytest.raises(CalibeamError, match=rf"out/{name} is damaged: .*\. --force makes its stage again$"):
         pipeline.run(tables())
 
 
@@ -199,20 +229,22 @@ def check_checkpoint(output: Path, work: Path, secret: Path) -> None:
         assert f"| {left['setting']} | {100 * left['r_m']:.2f} | {100 * right['r_m']:.2f} |" in card
         assert right["signature"] in card
     assert f"{before['perplexity']:.3f} before, {after['perplexity']:.3f} after" in card
-    assert (work / "report.html").is_file()
+    for file in (work / "report.html", work / "report/figures.json", *work.rglob("log.jsonl")):  # fault 56
+        assert str(secret) not in file.read_text(), file
 
 
 def check_generates_what_was_evaluated(output: Path, work: Path) -> None:
     """transformers alone, by the checkpoint's own generation config, writes the outputs that were measured."""
     model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(output), AutoTokenizer.from_pretrained(output)
-    assert (model.generation_config.length_penalty, model.generation_config.num_beams) == (0.0, 5)
+    own = model.generation_config
+    assert (own.length_penalty, own.num_beams, own.max_new_tokens, own.max_length) == (0.0, 5, 8, None)
     rows = store.read(work / "evaluate/calibrated", "evaluate").rows("outputs", evaluate.OUTPUTS)
     measured = {row["id"]: row["output"] for row in rows if row["setting"] == "beam 5"}
     examples = store.read(work / "prepare", "prepare").examples("test")
     assert len(measured) == len(examples) > 1
     for example in examples:
         source = tokenizer(example.source, truncation=True, max_length=24, return_tensors="pt")
-        written = model.generate(**source, max_new_tokens=8)[0]
+        written = model.generate(**source)[0]
         assert tokenizer.decode(written, skip_special_tokens=True).strip() == measured[example.id]
 
 
@@ -223,11 +255,49 @@ def test_a_model_of_ones_own_becomes_a_checkpoint(family: str, tmp_path: Path, f
     assert done.exit_code == 0, done.output
     work = tmp_path / "new-work"
     check_checkpoint(tmp_path / "new", work, tmp_path)
-    assert "`my-model`" in (tmp_path / "new/README.md").read_text()
+    card = (tmp_path / "new/README.md").read_text()
+    assert card.count("`my-model`") == 1
+    assert "# new\n" in card
+    assert 'place = "new"  # the folder of this checkpoint, or its name on the Hub' in card
+    assert "Zhao et al., ICLR 2023" in card
+    assert "Nothing changed" not in card + done.output
     check_generates_what_was_evaluated(tmp_path / "new", work)
     assert json.loads((work / "calibrate" / store.MANIFEST).read_text())["counts"]["best_step"] > 0
     before, after = (seq2seq.load(folder, device="cpu").model for folder in (tmp_path / "my-model", tmp_path / "new"))
     assert any((a != b).any() for a, b in zip(before.parameters(), after.parameters(), strict=True))
+
+
+def test_where_no_step_is_better_the_model_comes_back_as_it_was_and_everybody_is_told(
+    tmp_path: Path, files: list[str], tokenizer: Any
+) -> None:
+    model = tiny_model("bart", vocabulary=len(tokenizer)).to(torch.bfloat16)
+    model.generation_config.update(num_beams=4, length_penalty=2.0, no_repeat_ngram_size=3, max_length=20)
+    model.save_pretrained(tmp_path / "mine/model")
+    tokenizer.save_pretrained(tmp_path / "mine/model")
+    own = {file.name: file.read_bytes() for file in (tmp_path / "mine/model").iterdir()}
+    for name in ("trainer_state.json", "notes.txt"):
+        (tmp_path / "mine/model" / name).write_text("{}")
+    new, settings = tmp_path / "out/mine/model", [*SMALL, "calibrate.learning_rate=1e-30"]
+    done = invoke("--model", tmp_path / "mine", *files, "--work", tmp_path / "work", "--output", new, *settings)
+    assert done.exit_code == 0, done.output
+    exported = {file.name: file.read_bytes() for file in new.iterdir()}
+    card = exported.pop("README.md").decode()
+    exported.pop(store.MANIFEST)
+    assert exported == own
+    said = " ".join(done.output.rpartition("report: ")[2].split())
+    page = html.unescape((tmp_path / "work/report.html").read_text())
+    remarks = [
+        "Nothing changed: no step was better on validation, so the model is exported unchanged.",
+        f"The fine-tuned model's generation config asks for length_penalty=2.0, no_repeat_ngram_size=3 and forced_eos_token_id="
+        f"{model.generation_config.forced_eos_token_id}. Both models were "
+        "decoded without: with its own settings the fine-tuned model may do better than it does here.",
+    ]
+    assert said.endswith(" ".join(remarks))
+    for remark in remarks:
+        assert f"\n**{remark}**\n" in card
+        assert remark in page
+    assert "Not measurably" not in page
+    assert "# mine-calibrated\n\nThis is `mine` as it was." in card
 
 
 def test_a_table_with_columns_of_other_names_and_several_references(tmp_path: Path, model_folder: Make) -> None:
@@ -242,23 +312,58 @@ def test_a_table_with_columns_of_other_names_and_several_references(tmp_path: Pa
     columns = ["--source-column", "long, text", "--target-column", "short", "--target-column", "shorter", "--id-column", "key"]
     done = command(
         "calibrate-model", "--model", "my-model", "--train", "train.csv", "--validation", "validation.csv", *columns,
+        "--source-prefix", "shorten: ",
         "--output", "new", "--max-source-length", "24", "--max-target-length", "8", "--num-candidates", "4", *SMALL, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     check_checkpoint(tmp_path / "new", tmp_path / "new-work", tmp_path)
     examples = store.read(tmp_path / "new-work/prepare", "prepare").examples("train")
     words = sentence(0, 8).split()
-    assert examples[0] == calibeam.Example("k0", " ".join(words), (" ".join(words[:3]), ", ".join(words[-2:])))
+    assert examples[0] == calibeam.Example("k0", f"shorten: {' '.join(words)}", (" ".join(words[:3]), ", ".join(words[-2:])))
 
 
-def test_a_decoder_only_model_is_refused(tmp_path: Path, files: list[str], tokenizer: Any) -> None:
+def test_a_model_that_will_not_do_is_refused_before_any_stage(
+    tmp_path: Path, files: list[str], tokenizer: Any, model_folder: Make
+) -> None:
     config = GPT2Config(vocab_size=len(tokenizer), n_embd=16, n_layer=1, n_head=2, n_positions=32)
     GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt")
     tokenizer.save_pretrained(tmp_path / "gpt")
-    done = invoke("--model", tmp_path / "gpt", *files, "--output", tmp_path / "new")
-    assert isinstance(done.exception, CalibeamError)
-    assert "gpt2 model, which is not an encoder-decoder" in str(done.exception)
-    assert not (tmp_path / "new").exists()
+    for name, file in (("untokenized", "tokenizer.json"), ("weightless", "model.safetensors")):
+        (model_folder("t5", name=name) / file).unlink()
+    (tmp_path / "untokenized" / "tokenizer_config.json").unlink()
+    small = [model_folder("bart"), "--max-source-length", "65"]
+    for options, message in (
+        (["some/where"], "no model at some/where: not a folder, and the Hugging Face Hub cannot be reached"),
+        ([tmp_path / "gpt"], "gpt2 model, which is not an encoder-decoder"),
+        ([tmp_path / "untokenized"], "untokenized has no tokenizer files: save the tokenizer beside the model"),
+        ([tmp_path / "weightless"], "weightless has no .safetensors weights"),
+        (small, "decode.max_source_length is 65, but the model has 64 positions"),
+        ([*small, "decode.max_source_length=64"], "calibrate.max_source_length is 65, but the model has 64 positions"),
+        ([model_folder("t5"), "--num-candidates", "1"], "decode.num_candidates is 1"),
+        ([tmp_path / "t5-0", "score.similarity=bertscore", "score.bertscore_model=some/where"], "no model at some/where"),
+    ):
+        done = invoke(*files, "--output", tmp_path / "new", "--model", *options)
+        assert isinstance(done.exception, CalibeamError), done.output
+        assert message in str(done.exception)
+        assert not (tmp_path / "new").exists()
+        assert not (tmp_path / "new-work").exists()
+
+
+def test_lengths_that_differ_are_mentioned_and_those_of_a_model_to_be_made_are_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The data are nowhere, so a run ends with its first stage."""
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CalibeamError, match="no file at train"):
+        pipeline.run(tables())
+    assert "differ" not in capsys.readouterr().out
+    with pytest.raises(CalibeamError, match="no file at train"):
+        pipeline.run(tables("calibrate.max_target_length=9"))
+    said = " ".join(capsys.readouterr().out.split())
+    assert "lengths differ: finetune.max_target_length is 8, decode.max_new_tokens is 8, " in said
+    assert "calibrate.max_target_length is 9" in said
+    with pytest.raises(CalibeamError, match=r"^finetune\.max_target_length is 33, but the model has 32 positions: "):
+        pipeline.run(tables("max_target_length=33"))
 
 
 def test_an_output_folder_that_is_in_use_is_refused_before_any_work(tmp_path: Path, files: list[str], model_folder: Make) -> None:

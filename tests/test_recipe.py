@@ -61,6 +61,7 @@ def test_the_last_of_two_overrides_counts_and_the_tables_given_stay_as_they_were
         ("/abs/train.jsonl.gz", "/abs/train.jsonl.gz"),
         ("google-t5/t5-small", "google-t5/t5-small"),
         ("two words", "two words"),
+        ("summarize: ", "summarize: "),
         ("a=b", "a=b"),
         ("ünïcode", "ünïcode"),
         ("", ""),
@@ -131,10 +132,29 @@ def test_fault_43_a_value_of_the_wrong_type_is_refused(key: str, value: Any, mes
     assert str(error.value) == message
 
 
-@pytest.mark.parametrize("value", ["source", ["source", 3]])
+@pytest.mark.parametrize("value", [3, ["source", 3]])
 def test_a_list_must_be_one_and_have_items_of_its_type(value: Any) -> None:
     with pytest.raises(CalibeamError, match=r"^prepare\.target_columns must be a list, each a string, got "):
         recipe.build(prepare.Config, "prepare", {"output": "out", "target_columns": value})
+
+
+def test_one_item_will_do_for_a_list() -> None:
+    given = {"num_candidates": 3, "methods": "nucleus", "metrics": "gem", "length_alphas": 1}
+    config = recipe.build(evaluate.Config, "evaluate", {**PLACES, **given})
+    assert (config.num_candidates, config.methods, config.metrics, config.length_alphas) == ((3,), ("nucleus",), ("gem",), (1,))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("num_candidates", "1,5", "evaluate.num_candidates must be a list, each a whole number, got '1,5'; write it as [1,5]"),
+        ("metrics", "gem,squad_qg", 'got \'gem,squad_qg\'; write several as ["gem", "squad_qg"]'),
+    ],
+)
+def test_how_a_list_is_written_is_said(key: str, value: str, message: str) -> None:
+    with pytest.raises(CalibeamError) as error:
+        recipe.build(evaluate.Config, "evaluate", {**PLACES, key: value})
+    assert str(error.value).endswith(message)
 
 
 def test_a_whole_number_will_do_for_a_number_and_a_list_for_a_tuple() -> None:
@@ -189,6 +209,7 @@ TRAINING = {**PLACES, "scored": "scored"}
         (decode, {"method": "diverse_beam", "num_candidates": 2, "groups": 3}, "groups"),
         (decode, {"min_new_tokens": 9, "max_new_tokens": 8}, "min_new_tokens"),
         (evaluate, {"newline": ""}, "evaluate.newline must not be empty"),
+        (prepare, {"task": "samsun"}, "prepare.task must be one of docstrings, cnn_dailymail, "),
         (prepare, {"task": "samsun"}, "did you mean 'samsum'?"),
         (prepare, {"bad_rows": "skipp"}, "did you mean 'skip'?"),
     ],
@@ -275,6 +296,7 @@ def test_the_identity_leaves_out_places_devices_and_batch_sizes() -> None:
     [
         (None, r"^no recipe at .*recipe\.toml$"),
         (b"[decode\nseed = 1\n", r"recipe\.toml is not valid TOML: .*line 1"),
+        (b"model = google-t5/t5-small\n", r"is not valid TOML: Invalid value \(at line 1.*\) \(text needs quotes\)$"),
         (b"model = 'caf\xe9'\n", r"recipe\.toml cannot be read: .*utf-8"),
     ],
 )
@@ -303,6 +325,12 @@ def test_a_folder_is_not_a_recipe(tmp_path: Path) -> None:
         ({"finetune": "yes"}, "finetune is a stage: write its settings in a table [finetune]"),
         ({"output": 3}, "output must be a string, got 3"),
         ({"model": {}}, "model must be a string, got {}"),
+        ({"max_source_length": "64"}, "max_source_length must be a whole number, got '64'"),
+        ({"learning_rate": 1e-4}, "unknown key learning_rate; did you mean calibrate.learning_rate?"),
+        (
+            {"finetune": {}, "learning_rate": 1e-4},
+            "unknown key learning_rate; did you mean finetune.learning_rate or calibrate.learning_rate?",
+        ),
     ],
 )
 def test_the_top_of_a_recipe_is_checked(tables: dict[str, Any], message: str) -> None:
@@ -375,6 +403,30 @@ def test_a_mistake_in_the_last_table_is_found_before_anything_runs(tmp_path: Pat
     with pytest.raises(CalibeamError, match=r"^evaluate\.top_p must be at most 1, got 2$"):
         pipeline.run(tables)
     assert not (tmp_path / "run").exists()
+
+
+def test_lengths_at_the_top_are_those_of_every_stage_that_reads_examples_and_says_nothing_else() -> None:
+    pretraining = {"files": ["a.txt"], "max_steps": 1}
+    lengths = {"max_source_length": 96, "max_target_length": 12}
+    steps = steps_of(model="m", **lengths, pretrain=pretraining, finetune={}, decode={"max_new_tokens": 9})
+    names = ("max_source_length", "max_target_length", "max_new_tokens")
+    found = {place: tuple(getattr(config, name, None) for name in names) for place, config in steps.items()}
+    both = (96, 12, None)
+    assert found == {
+        "run/prepare": (None,) * 3, "run/pretrain": (512, 256, None), "run/finetune": both, "run/decode": (96, None, 9),
+        "run/score": (None, 12, None), "run/calibrate": both, "run/evaluate/finetuned": (96, 12, 12),
+        "run/evaluate/calibrated": (96, 12, 12), "run/report": (None,) * 3, "run/model": (None,) * 3,
+    }  # fmt: skip
+    (alone,) = pipeline.plan({"output": "run", "model": "m", **lengths}, only="decode")
+    assert (alone.config.max_source_length, alone.config.max_new_tokens) == (96, 12)
+
+
+def test_one_candidate_leaves_nothing_to_calibrate() -> None:
+    tables = {"output": "run", "model": "m", "decode": {"num_candidates": 1}}
+    with pytest.raises(CalibeamError, match=r"^decode\.num_candidates is 1, but calibrate compares .*--num-candidates\)$"):
+        pipeline.plan(tables)
+    assert pipeline.plan(tables, only="decode")
+    assert pipeline.plan({**tables, "calibrate": {"loss": my_similarity}})  # a loss of one's own may do with one
 
 
 def test_a_table_may_put_its_stage_elsewhere_or_read_from_elsewhere() -> None:

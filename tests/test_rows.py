@@ -13,6 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pytest
 
+import hub
 from calibeam import rows
 from calibeam.records import CalibeamError
 
@@ -95,7 +96,7 @@ def test_fault_36_a_line_that_is_too_long_is_reported_and_never_held_in_memory(
 
 
 def test_fault_49_a_small_archive_of_a_large_document_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rows, "LONGEST_DOCUMENT", 1 << 20)
+    monkeypatch.setattr(rows, "LONGEST_LINE", 1 << 20)
     content = b"[" + b"".join(b"%d," % i for i in range(1 << 18)) + b"0]"
     (tmp_path / "x.json.gz").write_bytes(gzip.compress(content))
     with pytest.raises(CalibeamError, match=r"x\.json\.gz expands to a JSON document of more than 1 MiB"):
@@ -134,3 +135,49 @@ def test_a_document_of_a_text_file_has_a_longest_length(tmp_path: Path, monkeypa
     found = [*rows.read(str(tmp_path / "a.txt"))]
     assert [row for row in found if isinstance(row, dict)] == [{"text": "short"}, {"text": "end"}]
     assert [str(row)[:9] for row in found if isinstance(row, rows.Complaint)] == ["over-long", "over-long"]
+
+
+# The Hub
+
+
+def test_files_of_the_hub_are_fetched_at_a_commit_and_read_within_the_same_limits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = {
+        "data/train-0.jsonl": lines(SOME[:2]), "data/train-1.jsonl.gz": gzip.compress(lines(SOME[2:]) + b"\n" * 5000),
+        "data/test-0.jsonl": b"{}", "script.py": b"raise SystemExit",
+    }  # fmt: skip
+    place = f"hf://datasets/some/thing@{hub.COMMIT}/data/train-*"
+    with hub.serving(files, tmp_path) as asked:
+        assert list(rows.read(place)) == SOME
+        assert {path.rpartition("/")[2] for path in asked if "/resolve/" in path} == {"train-0.jsonl", "train-1.jsonl.gz"}
+        before = len(asked)
+        assert rows.digest(place) == rows.digest(place) != rows.digest(place.replace("train", "test"))
+        assert len(asked) == before  # a commit stands for its contents
+        assert list(rows.read(place)) == SOME  # again, from the cache
+        with pytest.raises(CalibeamError, match="no file matches"):
+            list(rows.read(place.replace("train", "other")))
+        monkeypatch.setattr(rows, "LEAST_EXPANSION", 10)
+        monkeypatch.setattr(rows, "MOST_EXPANSION", 1)
+        with pytest.raises(CalibeamError, match="expands to more than"):
+            list(rows.read(place))
+
+
+def test_fault_18_files_that_were_fetched_are_read_without_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    place = f"hf://datasets/some/thing@{hub.COMMIT}/train.jsonl"
+    with hub.serving({"train.jsonl": lines(SOME)}, tmp_path):
+        list(rows.read(place))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    assert list(rows.read(place)) == SOME
+    with pytest.raises(CalibeamError, match=r"^hf://datasets/other/thing@\d+/train\.jsonl cannot be loaded: "):
+        list(rows.read(place.replace("some", "other")))
+
+
+def test_a_pattern_names_files_of_this_disk_in_order(tmp_path: Path) -> None:
+    for number in (1, 0):
+        (tmp_path / f"part-{number}.jsonl").write_bytes(lines(SOME[number : number + 1]))
+    assert list(rows.read(f"file://{tmp_path}/part-*.jsonl")) == SOME[:2]
+    with pytest.raises(CalibeamError, match=r"no file matches .*other-\*"):
+        list(rows.read(f"file://{tmp_path}/other-*"))

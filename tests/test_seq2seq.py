@@ -1,14 +1,18 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSeq2SeqLM, GenerationConfig, GPT2Config, GPT2LMHeadModel
+from safetensors import safe_open
+from transformers import AutoModelForSeq2SeqLM, ByT5Tokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel
 
+import hub
 from calibeam import decode, seq2seq
 from calibeam.records import CalibeamError
 from calibeam.seq2seq import Seq2Seq, load, locate, save
@@ -62,10 +66,19 @@ def test_a_saved_config_tells_a_head_of_its_own(tokenizer: Any, tmp_path: Path) 
     assert torch.equal(logits(AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "model").eval()), logits(model))
 
 
-def test_fault_23_a_model_loads_in_float32_unless_told_otherwise(model_folder: Callable[..., Path]) -> None:
+@pytest.mark.parametrize("stored", [torch.float16, torch.bfloat16, torch.float32])
+def test_fault_23_a_model_loads_in_float32_unless_told_otherwise_and_never_in_float16(
+    stored: torch.dtype, model_folder: Callable[..., Path]
+) -> None:
+    """T5 and PEGASUS overflow in float16, in which many checkpoints are stored."""
     folder = model_folder()
-    assert load(folder, device="cpu").model.dtype == torch.float32
+    AutoModelForSeq2SeqLM.from_pretrained(folder).to(stored).save_pretrained(folder)
+    with safe_open(folder / "model.safetensors", framework="pt") as opened:
+        assert {opened.get_tensor(name).dtype for name in opened.keys()} == {stored}  # noqa: SIM118 (it is no dict)
+    assert {weight.dtype for weight in load(folder, device="cpu").model.parameters()} == {torch.float32}
     assert load(folder, device="cpu", dtype=torch.bfloat16).model.dtype == torch.bfloat16
+    with pytest.raises(CalibeamError, match="float16"):
+        load(folder, device="cpu", dtype=torch.float16)
 
 
 def test_the_saved_generation_config_has_no_heuristics(pair: Seq2Seq, tmp_path: Path) -> None:
@@ -113,6 +126,27 @@ def test_fault_34_a_tokenizer_with_more_ids_than_embeddings_is_refused(tokenizer
         load(folder, device="cpu")
 
 
+@pytest.mark.parametrize("family", ["t5", "bart", "pegasus", "mbart", "marian"])
+@pytest.mark.parametrize("left", [(), ("tokenizer_config.json",)], ids=["nothing", "a config"])
+def test_a_model_without_a_tokenizer_is_refused(family: str, left: tuple[str, ...], tokenizer: Any, tmp_path: Path) -> None:
+    """transformers makes an empty one for some families, and that of T5 seems to fit."""
+    folder = plain_checkpoint(tiny_model(family, vocabulary=len(tokenizer)), tokenizer, tmp_path / "model")
+    assert seq2seq.examine(str(folder)).model_type == family
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        if file in left:
+            (folder / file).write_text("{}")
+        else:
+            (folder / file).unlink()
+    for look in (seq2seq.examine, lambda place: load(Path(place), device="cpu")):
+        with pytest.raises(CalibeamError, match=f"^{folder} has no tokenizer files: save the tokenizer beside the model"):
+            look(str(folder))
+
+
+def test_a_tokenizer_of_bytes_needs_no_vocabulary(tmp_path: Path) -> None:
+    folder = plain_checkpoint(tiny_model("t5", vocabulary=400), ByT5Tokenizer(), tmp_path / "model")
+    assert load(folder, device="cpu").encode_sources(["ab"], 8)[0] == [[100, 101, 1]]
+
+
 def test_a_model_with_spare_embeddings_is_welcome(tokenizer: Any, tmp_path: Path) -> None:
     folder = plain_checkpoint(tiny_model("bart", vocabulary=len(tokenizer) + 20), tokenizer, tmp_path / "model")
     assert load(folder, device="cpu").model.config.vocab_size == len(tokenizer) + 20
@@ -134,6 +168,26 @@ def test_fault_34_a_start_token_that_the_model_has_no_embedding_for_is_refused(t
         config.decoder_start_token_id = len(tokenizer)
     folder = plain_checkpoint(model, tokenizer, tmp_path / "model")
     message = f"decoder_start_token_id of .* is {len(tokenizer)}, but the model has {len(tokenizer)} embeddings"
+    with pytest.raises(CalibeamError, match=message):
+        load(folder, device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("decoder_start_token_id", [0], r"decoder_start_token_id must be a whole number, but is \[0\]"),
+        ("decoder_start_token_id", 1.5, r"decoder_start_token_id must be a whole number, but is 1\.5"),
+        ("eos_token_id", [1, 100_000], "eos_token_id of .* is 100000, but the model has"),
+        ("eos_token_id", [], "have no eos_token_id"),
+        ("pad_token_id", -1, "pad_token_id of .* is -1, but the model has"),
+    ],
+)
+def test_fault_34_special_ids_that_no_model_has_are_refused(
+    name: str, value: Any, message: str, model_folder: Callable[..., Path]
+) -> None:
+    folder = model_folder("t5")
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        file.write_text(json.dumps({**json.loads(file.read_text()), name: value}))
     with pytest.raises(CalibeamError, match=message):
         load(folder, device="cpu")
 
@@ -161,9 +215,10 @@ def test_fault_46_pickled_weights_are_refused(pair: Seq2Seq, tmp_path: Path) -> 
 def test_weights_that_do_not_fit_the_config_are_refused(model_folder: Callable[..., Path]) -> None:
     folder = model_folder()
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"decoder_layers": 3}))
-    with pytest.raises(CalibeamError, match=r"do not fit its config\.json"):
-        load(folder, device="cpu")
+    for layers in (3, 10**9):
+        (folder / "config.json").write_text(json.dumps(config | {"decoder_layers": layers}))
+        with pytest.raises(CalibeamError, match=r"do not fit its config\.json"):
+            load(folder, device="cpu")
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -180,12 +235,76 @@ def test_a_folder_is_found_itself_or_as_the_model_of_a_stage(model_folder: Calla
     assert locate(str(folder.parent)) == folder
 
 
+class Hub(BaseHTTPRequestHandler):
+    """Knows one model, whose only file breaks off; or nothing."""
+
+    answer = 200
+
+    def do_GET(self) -> None:
+        told: Any = {"id": "some/model", "sha": "0" * 40, "siblings": [{"rfilename": "config.json"}]}
+        if "/tree/" in self.path:
+            told = [{"type": "file", "path": "config.json", "size": 1000, "oid": "0" * 40}]
+        content = json.dumps(told).encode() if "/api/" in self.path else b"{"
+        self.send_response(self.answer)
+        for name, value in {"ETag": '"0"', "X-Repo-Commit": "0" * 40, "Content-Type": "application/json"}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content) if "/api/" in self.path else 1000))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    do_HEAD = do_GET  # noqa: N815
+
+    def log_message(self, *_: Any) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [(429, "429 Too Many Requests"), (500, "500 Internal Server Error"), (200, "closed|incomplete|size|bytes")],
+)
+def test_fault_18_a_hub_that_fails_is_a_clear_error(
+    answer: int, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real server."""
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(Hub, "answer", answer)
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        place = f"http://127.0.0.1:{server.server_port}"
+        changes = {"ENDPOINT": place, "HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path), "HF_HUB_DISABLE_XET": True}
+        changes["HUGGINGFACE_CO_URL_TEMPLATE"] = place + "/{repo_id}/resolve/{revision}/{filename}"
+        for name, value in changes.items():
+            monkeypatch.setattr(constants, name, value)
+        with pytest.raises(
+            CalibeamError, match=rf"no model at some/model: not a folder, and the Hugging Face Hub says: .*({said})"
+        ):
+            seq2seq.locate("some/model")
+        server.shutdown()
+
+
+def test_fault_18_a_model_that_was_fetched_is_found_without_the_hub(
+    model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub import constants
+
+    files = {file.name: file.read_bytes() for file in model_folder("t5").iterdir()}
+    with hub.serving({**files, "evil.bin": b"never fetched"}, tmp_path / "cache"):
+        found = locate("some/thing")
+        assert {file.name for file in found.iterdir()} == set(files)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    assert locate("some/thing") == found
+    assert load(found, device="cpu").model.config.model_type == "t5"
+
+
 def test_fault_18_a_missing_folder_is_a_clear_error(tmp_path: Path) -> None:
     with pytest.raises(CalibeamError, match=r"no model at .*nowhere: there is no such folder"):
         locate(tmp_path / "nowhere")
     with pytest.raises(CalibeamError, match="nowhere"):
         load(tmp_path / "nowhere", device="cpu")
-    with pytest.raises(CalibeamError, match="no model at some/where: not a folder"):
+    with pytest.raises(
+        CalibeamError, match=r"^no model at some/where: not a folder, and the Hugging Face Hub cannot be reached$"
+    ):
         locate("some/where")
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import pickle
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -128,7 +130,7 @@ def test_the_manifest_says_what_was_made_from_what_and_with_what(tmp_path: Path)
     assert manifest["origin"]["settings"] == {"width": 3, "names": ["p", "q"]}
     assert manifest["origin"]["inputs"] == {"data": data.digest}
     assert manifest["input_places"] == {"data": str(tmp_path / "data")}
-    assert manifest["versions"]["calibeam"] == manifest["calibeam"] == calibeam.__version__
+    assert manifest["calibeam"] == calibeam.__version__ == manifest["versions"]["calibeam"].partition("+")[0]
     assert {"python", "torch", "transformers", "pyarrow"} <= set(manifest["versions"])
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ", manifest["started"])
     assert 0 <= manifest["seconds"] < 60
@@ -165,8 +167,8 @@ def test_fault_15_a_changed_setting_is_refused_with_what_it_was_and_is(tmp_path:
         stage(tmp_path / "data", width=2, names=("y",))
     message = str(error.value)
     assert str(tmp_path / "data") in message
-    assert "settings.width: 1 there, 2 now" in message
-    assert "settings.names: ['x'] there, ['y'] now" in message
+    assert "settings.width: 1 before, 2 now" in message
+    assert "settings.names: ['x'] before, ['y'] now" in message
     assert "speed" not in message
     assert "--force" in message
 
@@ -175,9 +177,9 @@ def test_fault_15_a_changed_input_or_kind_is_refused(tmp_path: Path) -> None:
     data, other = write(tmp_path / "data"), store.Folder(tmp_path, "0" * 64, {})
     write(tmp_path / "next", kind="decode", inputs={"data": data})
     assert stage(tmp_path / "next", kind="decode", inputs={"data": data}).done
-    with pytest.raises(CalibeamError, match=rf"inputs\.data: '{data.digest}' there, '{other.digest}' now"):
+    with pytest.raises(CalibeamError, match=rf"\n  {other.path}: other contents\n"):
         stage(tmp_path / "next", kind="decode", inputs={"data": other})
-    with pytest.raises(CalibeamError, match="kind: 'decode' there, 'score' now"):
+    with pytest.raises(CalibeamError, match="kind: 'decode' before, 'score' now"):
         stage(tmp_path / "next", kind="score", inputs={"data": data})
 
 
@@ -209,6 +211,28 @@ def test_fault_48_nothing_is_written_through_a_link(name: str, tmp_path: Path) -
     assert write(tmp_path / "out").manifest["counts"] == {"train": 2}
 
 
+def test_fault_48_what_is_to_be_removed_may_be_a_link(tmp_path: Path) -> None:
+    write(tmp_path / "out")
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "file").write_text("mine")
+    (tmp_path / ".out.old").symlink_to(tmp_path / "precious")
+    write(tmp_path / "out", width=2, force=True)
+    assert {file.name for file in tmp_path.iterdir()} == {"out", ".out.lock", "precious"}
+    assert everything_under(tmp_path / "precious") == {"file": b"mine"}
+
+
+def test_an_output_that_is_a_link_is_written_where_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "large").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "large" / "data")
+    for width in (1, 2, 3):
+        write(tmp_path / "out", width=width, force=True)
+        assert store.read(tmp_path / "large" / "data", "prepare").manifest["settings"]["width"] == width
+    assert stage(tmp_path / "out", width=3).done
+    assert (tmp_path / "out").is_symlink()
+    assert {file.name for file in tmp_path.rglob("*") if file.parent.name != "data"} >= {"large", "data", ".data.lock", "out"}
+    assert not any(file.name.endswith((".old", ".partial")) for file in tmp_path.rglob("*"))
+
+
 def test_fault_48_a_file_that_is_replaced_is_not_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "precious").write_text("mine")
     (tmp_path / ".page.html.partial").symlink_to(tmp_path / "precious")
@@ -229,6 +253,24 @@ def test_fault_17_a_manifest_that_nests_without_end_or_is_huge_is_damaged(conten
     (tmp_path / ".other.partial" / store.ORIGIN).write_text(content)
     with pytest.raises(CalibeamError, match=r"origin\.json cannot be read"):
         write(tmp_path / "other")
+
+
+def test_a_manifest_may_be_as_long_as_its_files_need(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A million shards have 140 MB of it. Here, thirty shards and a lower limit."""
+    monkeypatch.setattr(store, "LONGEST_MANIFEST", 2000)
+    output = stage(tmp_path / "out")
+    with output.writing(resume=True):
+        pieces = output.shards("pieces", store.EXAMPLES)
+        for number in range(30):
+            pieces.write(number, [{"id": str(number), "source": "s", "targets": ["t"]}], {})
+    assert (tmp_path / "out" / store.MANIFEST).stat().st_size > 2 * store.LONGEST_MANIFEST
+    folder = store.read(tmp_path / "out", "prepare")
+    table = folder.table("pieces", store.EXAMPLES)
+    assert len(pickle.dumps(table)) < 2000  # it goes to every worker
+    assert [row["id"] for row in table.between(28, 31)] == ["28", "29"]
+    edit(tmp_path / "out", lambda manifest: manifest["notes"].append("x" * 30_000))
+    with pytest.raises(CalibeamError, match="are more than the files of its folder need"):
+        store.read(tmp_path / "out", "prepare")
 
 
 # Places that are not for writing
@@ -396,6 +438,43 @@ def test_a_folder_that_is_missing_or_unfinished_is_refused(tmp_path: Path) -> No
         store.read(tmp_path, "prepare")
 
 
+def test_fault_17_a_model_with_a_manifest_of_its_own_is_verified_but_for_its_card(tmp_path: Path) -> None:
+    exported = write(tmp_path / "exported", kind="export").path
+    (exported / "README.md").write_text("whatever")
+    store.read_model(exported)
+    (exported / "model" / "notes.txt").write_text("jello")
+    with pytest.raises(CalibeamError, match=r"model/notes\.txt is damaged"):
+        store.read_model(exported)
+
+
+def test_fault_15_what_other_versions_made_is_taken_and_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    write(tmp_path / "data")
+    assert stage(tmp_path / "data").done
+    assert not caplog.records
+    found = store.versions()
+    monkeypatch.setattr(store, "versions", lambda: {**found, "torch": "1.13"})
+    assert stage(tmp_path / "data").done
+    assert "data was made by other versions, and is used as it is: torch: '" in caplog.text
+
+
+def test_fault_15_a_change_of_the_code_is_another_version(tmp_path: Path) -> None:
+    """Of a copy of the package, asked in a process of its own."""
+    copied = shutil.copytree(
+        Path(calibeam.__file__).parent, tmp_path / "calibeam", ignore=shutil.ignore_patterns("demo", "*.pyc")
+    )
+    ask = [sys.executable, "-c", "from calibeam import store; print(store.versions()['calibeam'])"]
+    seen = []
+    for change in ("", "# a change"):
+        with (copied / "paper" / "calibration.py").open("a") as file:
+            file.write(change)
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+        seen.append(subprocess.run(ask, env=environment, check=True, capture_output=True, text=True).stdout)  # noqa: S603
+    assert seen[0] != seen[1]
+    assert seen[0].startswith(f"{calibeam.__version__}+")
+
+
 def test_a_models_folder_is_verified_by_the_stage_around_it(tmp_path: Path) -> None:
     folder = write(tmp_path / "tuned", kind="finetune")
     before = store.read_model(folder.path / "model")
@@ -469,9 +548,36 @@ def test_fault_01_a_folder_that_was_finished_and_not_renamed_is_adopted(tmp_path
         with pytest.raises(KeyboardInterrupt):
             write(tmp_path / "data", width=2, force=True)
     assert not (tmp_path / "data").exists()
+    shutil.copytree(tmp_path, tmp_path.with_name("again"))
+    assert stage(tmp_path.with_name("again") / "data").done  # the old settings: what was to be replaced is there still
     assert stage(tmp_path / "data", width=2).done
     assert store.read(tmp_path / "data", "prepare").manifest["settings"]["width"] == 2
     assert {file.name for file in tmp_path.iterdir()} == {"data", ".data.lock"}
+
+
+def test_fault_01_what_a_run_goes_on_from_is_kept_until_the_result_is_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stopped after the last of the work, before there is a manifest."""
+
+    def work() -> None:
+        output = stage(tmp_path / "data")
+        with output.writing(resume=True):
+            output.temporary = ("checkpoint-*",)
+            (output.folder / "checkpoint-1").touch()
+            output.write_json("result.json", 1)
+
+    def stopped(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_seal", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            work()
+    assert (tmp_path / ".data.partial/checkpoint-1").is_file()
+    work()
+    assert set(store.read(tmp_path / "data", "prepare").manifest["files"]) == {"result.json"}
+    assert {file.name for file in (tmp_path / "data").iterdir()} == {"result.json", store.MANIFEST}
 
 
 # One file

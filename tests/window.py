@@ -11,7 +11,7 @@ from typing import Any
 ELEMENTS = frozenset(
     re.findall(
         r"\w+",
-        """html head meta title style body header footer nav main section div p h1 h2 h3 h4 ul li a b i bdi span sub code pre kbd
+        """html head meta title style body header footer nav main section div p h1 h2 h3 h4 ul li a b i bdi span code pre kbd
         form table thead tbody tr th td figure figcaption details summary label input select option button noscript script
         svg g path line text rect defs clippath""",
     )

@@ -8,8 +8,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+import re
+import shutil
 import sys
+import textwrap
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -36,24 +40,41 @@ Arguments = Annotated[
     list[str] | None,
     typer.Argument(metavar="RECIPE.toml KEY=VALUE", show_default=False, help="a recipe, then settings that override it"),
 ]
-Force = Annotated[bool, typer.Option("--force", help="make again what was made with other settings or inputs, or is damaged")]
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force", help="make stages again that were made with other settings or inputs, or are damaged; what they read is kept"
+    ),
+]
 AllowCode = Annotated[
     bool, typer.Option(functions.FLAG, help="let settings on this command line name functions to run, as KEY=module:function")
 ]
+TOGETHER = stages.TOGETHER | {"run", "study", "calibrate-model"}
+"""The verbs that several processes may work on together. All else is the first one's, and the others leave."""
+UsageError: Any = typer.BadParameter.__base__  # click's, and click is part of some Typers
 
 
 def main() -> None:
     _quiet()
-    try:
-        with signals.listening(), distributed.joined():
-            app()
-    except CalibeamError as error:
-        display.complain(str(error))
-        sys.exit(2)
-    except signals.Stopped as stop:
-        signals.ignore()
-        display.complain(f"stopped by {stop}. Nothing half-written is left behind; the same command goes on from here")
-        sys.exit(stop.exit_code)
+    together = sys.argv[1:2] != [] and sys.argv[1] in TOGETHER and not {"-h", "--help"} & {*sys.argv}
+    if not (together or distributed.is_started_first()):
+        return
+    with signals.listening():
+        try:
+            with distributed.joined() if together else nullcontext():
+                code = app(standalone_mode=False)
+            sys.exit(code or 0)
+        except UsageError as error:
+            if not display.errors.quiet:
+                error.show()
+            sys.exit(error.exit_code)
+        except CalibeamError as error:
+            display.complain(str(error))
+            sys.exit(2)
+        except signals.Stopped as stop:
+            signals.ignore()
+            display.complain(f"stopped by {stop}. Nothing half-written is left behind; run the same command again to resume")
+            sys.exit(stop.exit_code)
 
 
 @app.command()
@@ -66,7 +87,9 @@ def run(
     """Run every stage of a recipe in order, skipping what is done and verified.
 
     Reads:   a recipe, and the files and model it names
+
     Writes:  a folder per stage under the recipe's output folder, report.html and model/
+
     Example: calibeam run recipes/demo.toml calibrate.learning_rate=1e-4
     """
     tables = recipe.override(recipe.read(recipe_file), settings or [], allow_code=allow_code)
@@ -119,18 +142,20 @@ class _StageHelp(typer.core.TyperCommand):
 
     def format_help(self, context: Any, formatter: Any) -> None:
         module = stages.load(str(self.name))
-        self.help = f"{module.__doc__}\nSettings:\n\n{_settings_help(module.Config)}".replace("\n\n", "\n\n\b\n")
+        about = re.sub(r"\n(?=Writes:|Example:)", "\n\n", re.sub(r"\n +", " ", module.__doc__))  # each a paragraph
+        self.help = f"{about}\n\b\nSettings:\n\n\b\n{_settings_help(module.Config)}"
         super().format_help(context, formatter)
 
 
 def _settings_help(config_class: type) -> str:
-    lines = []
+    width, lines = min(shutil.get_terminal_size().columns, 120) - 4, list[str]()
     for field in sorted(dataclasses.fields(config_class), key=lambda field: field.default is not dataclasses.MISSING):
         required = field.default is dataclasses.MISSING
-        default = "needed" if required else f"default {_toml(recipe.plain(field.default))}"
+        default = "required" if required else f"default {_toml(recipe.plain(field.default))}"
         choices = field.metadata["choices"]
         listed = f" ({', '.join(filter(None, choices()))})" if choices else ""
-        lines.append(f"  {field.name:24} {field.metadata['help']}{listed}; {default}")
+        text = f"  {field.name:24} {field.metadata['help']}{listed}; {default}"
+        lines += textwrap.wrap(text, width, subsequent_indent=" " * 27, break_on_hyphens=False, break_long_words=False)
     return "\n".join(lines)
 
 
@@ -171,11 +196,13 @@ def study(
 def plan(
     recipe_file: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
     settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE")] = None,
-    gpus: Annotated[int, typer.Option(min=1, help="how many")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, help="the number of GPUs")] = 1,
     gpu: Annotated[str, typer.Option(help="h200, h100, a100, or cpu for a machine of two cores")] = "h200",
-    sources: Annotated[float | None, typer.Option(min=1, help="to train on, such as 1e9; those of the data if not given")] = None,
-    price: Annotated[float | None, typer.Option(min=0, help="of a GPU for an hour")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="for machines")] = False,
+    sources: Annotated[
+        float | None, typer.Option(min=1, help="sources to train on, such as 1e9; as many as the data have if not given")
+    ] = None,
+    price: Annotated[float | None, typer.Option(min=0, help="what a GPU costs in an hour")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON")] = False,
 ) -> None:
     """Predict time, memory, storage and cost of every stage of a recipe, and say what limits it.
 
@@ -204,19 +231,27 @@ for _name, _summary in stages.STAGES.items():
 @app.command("calibrate-model")
 def calibrate_model(
     model: Annotated[str, typer.Option(help="a fine-tuned encoder-decoder: a folder or a Hugging Face Hub id")],
-    train: Annotated[Path, typer.Option(help="training rows: JSONL, CSV, TSV or Parquet")],
-    validation: Annotated[Path, typer.Option(help="validation rows, likewise")],
+    train: Annotated[str, typer.Option(help="training rows: a JSONL, JSON, CSV, TSV or Parquet file, or hub:NAME:SPLIT")],
+    validation: Annotated[str, typer.Option(help="validation rows, likewise")],
     output: Annotated[Path, typer.Option(help="where the calibrated checkpoint goes")],
-    test: Annotated[Path | None, typer.Option(help="test rows; without them, half of the validation rows are held out")] = None,
+    test: Annotated[str, typer.Option(help="test rows; without them, half of the validation rows are held out")] = "",
     source_column: Annotated[str, typer.Option(help="the column of the source text")] = "source",
-    target_column: Annotated[list[str] | None, typer.Option(help="a column of references; may be given several times")] = None,
+    source_prefix: Annotated[
+        str, typer.Option(help="text to put before every source, such as 'summarize: ' for a T5 that was fine-tuned with it")
+    ] = "",
+    target_column: Annotated[
+        list[str] | None, typer.Option(help="a column of references; may be given several times", show_default="target")
+    ] = None,
     id_column: Annotated[str, typer.Option(help="the column of the row's id")] = "id",
     bad_rows: Annotated[str, typer.Option(help="error or skip: what to do with rows that cannot be used")] = "error",
     max_source_length: Annotated[int, typer.Option(help="source tokens; longer sources are cut")] = 512,
     max_target_length: Annotated[int, typer.Option(help="target and output tokens")] = 128,
-    num_candidates: Annotated[int | None, typer.Option(help="candidates per training source; 15, or the preset's")] = None,
+    num_candidates: Annotated[
+        int | None, typer.Option(help="candidates per training source; 15, or the preset's, if not given")
+    ] = None,
     learning_rate: Annotated[
-        float | None, typer.Option(help="of calibration: the one setting worth trying several of; 1e-5, or the preset's")
+        float | None,
+        typer.Option(help="of calibration: the setting most worth trying several values of; 1e-5, or the preset's, if not given"),
     ] = None,
     preset: Annotated[str, typer.Option(help=f"settings by name: {', '.join(PRESETS)}")] = "slic",
     work: Annotated[Path | None, typer.Option(help="folder of the stages; OUTPUT-work if not given")] = None,
@@ -233,22 +268,19 @@ def calibrate_model(
 
     Example: calibeam calibrate-model --model my-t5 --train train.jsonl --validation val.jsonl --output my-t5-calibrated
     """
-    lengths = {"max_source_length": max_source_length, "max_target_length": max_target_length}
     place = work or output.with_name(f"{output.name}-work")
     tables: dict[str, Any] = {
         "output": str(place),
         "model": model,
-        "prepare": {
-            "train": str(train), "validation": str(validation), "test": str(test or ""), "bad_rows": bad_rows,
-            "source_column": source_column, "target_columns": target_column or ["target"], "id_column": id_column,
-        },
         "preset": preset,
-        "decode": {
-            **_given(num_candidates=num_candidates), "max_source_length": max_source_length, "max_new_tokens": max_target_length,
+        "max_source_length": max_source_length,
+        "max_target_length": max_target_length,
+        "prepare": {
+            "train": train, "validation": validation, "test": test, "bad_rows": bad_rows, "source_column": source_column,
+            "source_prefix": source_prefix, "target_columns": target_column or ["target"], "id_column": id_column,
         },
-        "score": {"max_target_length": max_target_length},
-        "calibrate": {**_given(learning_rate=learning_rate), **lengths},
-        "evaluate": {"max_new_tokens": max_target_length, **lengths},
+        "decode": _given(num_candidates=num_candidates),
+        "calibrate": _given(learning_rate=learning_rate),
         "export": {"output": str(output)},
     }  # fmt: skip
     tables = recipe.override(tables, settings or [], allow_code=allow_code)
@@ -329,6 +361,7 @@ def _quiet() -> None:
     sys.excepthook = _explain
     handler = logging.StreamHandler()
     handler.setFormatter(_CleanFormatter())
+    handler.addFilter(lambda _: distributed.is_first())  # of several processes, all have the same to say
     logging.getLogger("calibeam").addHandler(handler)
 
 

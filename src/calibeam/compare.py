@@ -12,9 +12,7 @@ from calibeam import display, figures, page, significance, store
 from calibeam.paper import official
 from calibeam.records import CalibeamError
 from calibeam.stages import report
-
-PLACES = frozenset({"output", "data", "model", "candidates", "scored", "reference", "train", "validation", "test"})
-"""Settings that say where things lie and nothing of what was done."""
+from calibeam.tasks.task import SPLITS
 
 
 class Run(NamedTuple):
@@ -22,6 +20,10 @@ class Run(NamedTuple):
     folder: store.Folder
     """Of its report."""
     found: dict[str, Any]
+    evaluated: store.Folder
+    """The calibrated model's evaluation."""
+    data: dict[str, str]
+    """The digest of every split; nothing where the data are not there any more."""
 
 
 def run(places: Sequence[Path], out: Path | None = None) -> None:
@@ -30,7 +32,7 @@ def run(places: Sequence[Path], out: Path | None = None) -> None:
         raise CalibeamError("compare needs the folders of two runs or more")
     if out is not None and out.is_dir():
         raise CalibeamError(f"{out} is a folder: --out names the page to write")
-    runs = [Run(name, *read(place)) for name, place in zip(_names(places), places, strict=True)]
+    runs = [*map(read, _names(places), places)]
     rows, differing = table(runs), differences(runs)
     show(rows, differing, [each.name for each in runs])
     if out is not None:
@@ -38,12 +40,12 @@ def run(places: Sequence[Path], out: Path | None = None) -> None:
             "compare.html", drawn=draw(runs, rows), title="Runs side by side", version=calibeam.__version__,
             runs=runs, rows=rows, differing=differing,
         )  # fmt: skip
-        store.write_file(out, text)
+        store.write_page(out, text)
         display.say(f"page: {out}", style="bold green")
 
 
-def read(place: Path) -> tuple[store.Folder, dict[str, Any]]:
-    """The report of a finished run, and what it found. The run's folder or its report's may be given."""
+def read(name: str, place: Path) -> Run:
+    """A finished run. Its folder or its report's may be given."""
     if not place.is_dir():
         raise CalibeamError(f"{place} is not the folder of a run: {'it is a file' if place.exists() else 'it does not exist'}")
     own, inner = (store.kind(folder) for folder in (place, place / "report"))
@@ -58,69 +60,82 @@ def read(place: Path) -> tuple[store.Folder, dict[str, Any]]:
     found = json.loads((folder.path / "figures.json").read_text(encoding="utf-8"))
     if "stages" not in found:
         raise CalibeamError(f"{folder.path} was written by another version of calibeam: run `report` again with --force")
-    return folder, found
+    evaluated = folder.input("after", "evaluate")
+    try:
+        files = evaluated.input("data", "prepare").manifest["files"]
+    except CalibeamError:
+        files = {}
+    data = {split: files[f"{split}.parquet"]["sha256"] for split in SPLITS if files}
+    return Run(name, folder, found, evaluated, data)
 
 
 def table(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """A row for every run and way of decoding; where both have the same examples, beside the first run's."""
-    evaluated = [each.folder.input("after", "evaluate") for each in runs]
-    first, statistics = evaluated[0], [report.statistics(folder) for folder in evaluated]
+    """A row for every run and way of decoding, compared with the first run's; or why that cannot be."""
+    statistics, examples = [report.statistics(each.evaluated) for each in runs], [*map(_examples, runs)]
     rouge = official.METRICS["rouge"].figures
     by_setting = {row["setting"]: row for row in runs[0].found["rows"]}
     found = []
-    for each, folder, of_run in zip(runs, evaluated, statistics, strict=True):
-        same_data = folder.manifest["origin"]["inputs"]["data"] == first.manifest["origin"]["inputs"]["data"]
+    for number, each in enumerate(runs):
         for row in each.found["rows"]:
             other, key = by_setting.get(row["setting"]), (row["setting"], "rouge")
-            alike = each is not runs[0] and same_data and other and other["after"]["signature"] == row["after"]["signature"]
-            beside = significance.paired(statistics[0][key], of_run[key], rouge)["r_m"] if alike else None
+            why = ""
+            if examples[number] != examples[0]:
+                why = f"other {each.found['split']} examples"
+            elif other is None:
+                why = "not decoded this way"
+            elif other["after"]["signature"] != row["after"]["signature"]:
+                why = "measured differently"
+            is_compared = number > 0 and not why
+            against = significance.paired(statistics[0][key], statistics[number][key], rouge)["r_m"] if is_compared else None
             found.append({
-                "run": each.name, **row,
-                "beside": beside and {**beside._asdict(), "verdict": beside.verdict},
+                "run": each.name, **row, "why_not": why if number else "",
+                "against": against and {**against._asdict(), "verdict": against.verdict},
             })  # fmt: skip
     return found
 
 
+def _examples(run: Run) -> tuple[str, int, str]:
+    """What a run was evaluated on: the split, how many examples of it, and what they are."""
+    split = run.found["split"]
+    return split, run.found["examples"], run.data.get(split) or run.evaluated.manifest["origin"]["inputs"]["data"]
+
+
 def differences(runs: Sequence[Run]) -> list[dict[str, Any]]:
-    """Every setting that two runs have differently, as stage.key, with each run's value."""
+    """Every setting that two runs have differently, as stage.key, and every split of the data, with each run's value."""
     settings = [
-        {
-            f"{stage['name']}.{key}": value
-            for stage in each.found["stages"]
-            for key, value in stage["settings"].items()
-            if key not in PLACES
-        }
+        {f"{stage['name']}.{key}": value for stage in each.found["stages"] for key, value in stage["settings"].items()}
         for each in runs
     ]
+    for own, each in zip(settings, runs, strict=True):
+        own |= {f"{split} examples": f"sha256 {digest[:12]}" for split, digest in each.data.items()}
     names = dict.fromkeys(name for own in settings for name in own)
     values = {name: [str(own.get(name, page.NONE)) for own in settings] for name in names}
     return [{"name": name, "values": found} for name, found in values.items() if len(set(found)) > 1]
 
 
 def show(rows: Sequence[dict[str, Any]], differing: Sequence[dict[str, Any]], names: Sequence[str]) -> None:
-    def beside(found: dict[str, Any] | None) -> str:
-        return (
-            ""
-            if found is None
-            else f"{found['difference']:+.2f} ({found['low']:+.1f} … {found['high']:+.1f}), p {found['p']:.3f}"
-        )
+    def with_interval(found: dict[str, Any], scale: int = 1) -> str:
+        difference, low, high = (scale * found[key] for key in ("difference", "low", "high"))
+        return f"{difference:+.2f} ({low:+.1f} … {high:+.1f})"
 
     display.table(
         "",
-        ("run", "decoder", "R_m", "change (95%)", "p", "rep%", "agreement %", f"beside {names[0]}"),
+        ("run", "decoder", "R_m", "change (95%)", "p", "rep%", "agree%", "vs first (95%)", "p"),
         [
             (
                 row["run"],
                 row["setting"],
                 report.from_to(row, "r_m", ".2f"),
-                f"{100 * row['difference']:+.2f} ({100 * row['low']:+.1f} … {100 * row['high']:+.1f})",
+                with_interval(row, 100),
                 f"{row['p']:.3f}",
                 report.from_to(row, "repetition_rate", ".1f"),
                 report.from_to(row, "similarity_agreement", ".1f"),
-                beside(row["beside"]),
+                with_interval(row["against"]) if row["against"] else row["why_not"],
+                f"{row['against']['p']:.3f}" if row["against"] else "",
             )
             for row in rows
         ],
+        labels=2,
     )
     if differing:
         display.table("", ("what differs", *names), [(each["name"], *each["values"]) for each in differing], figures=False)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from calibeam import rows
 from calibeam.recipe import StageConfig, option
-from calibeam.records import CalibeamError
+from calibeam.records import CalibeamError, kind_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +24,7 @@ class CorpusConfig(StageConfig):
 
 def find(patterns: Sequence[str]) -> list[str]:
     """The files that the patterns name, in order."""
-    files: list[str] = []
-    for pattern in patterns:
-        found = sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]
-        if not found:
-            raise CalibeamError(f"no file matches {pattern}")
-        files += found
+    files = [file for pattern in patterns for file in rows.matching(pattern)]
     if not files:
         raise CalibeamError("files must name at least one file of documents")
     return files
@@ -41,7 +35,8 @@ def read(file: str, config: CorpusConfig) -> Iterator[str | None]:
     for number, row in enumerate(rows.read(file), start=1):
         problem = _problem(row, config.text_column)
         if problem and config.bad_rows == "error":
-            raise CalibeamError(f"{file}, row {number}: {problem}\nMend it, or pass bad_rows=skip to leave such rows out")
+            stage = type(config).__module__.rpartition(".")[2]
+            raise CalibeamError(f"{file}, row {number}: {problem}\nFix it, or leave such rows out with {stage}.bad_rows=skip")
         yield None if problem else row[config.text_column]
 
 
@@ -54,5 +49,5 @@ def _problem(row: Any, column: str) -> str:
         return f"no field {column!r}; it has {', '.join(map(repr, row)) or 'none'}"
     text = row[column]
     if not isinstance(text, str):
-        return f"field {column!r} is {'missing' if text is None else f'a {type(text).__name__}, not text'}"
+        return f"field {column!r} is {'missing' if text is None else f'{kind_of(text)}, not text'}"
     return "" if rows.is_unicode(text) else f"field {column!r} is not valid Unicode"

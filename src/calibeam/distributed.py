@@ -1,18 +1,20 @@
 """Several processes that train one model together, as torchrun and `accelerate launch` start them.
 
-Every process holds the whole model and does its share of every step; the first one alone writes files and speaks. One process by
-itself is the case of a group of one, which costs nothing and never asks `torch.distributed` for anything.
+Every process holds the whole model, or a share of it, and does its part of every step; the first one alone speaks, and writes
+files. One process by itself is the case of a group of one, which costs nothing and never asks `torch.distributed` for anything.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from calibeam import display
@@ -27,6 +29,8 @@ PATIENCE = timedelta(hours=2)
 """For how long a process waits for the others in the middle of a step. Whoever started them ends all if one has died."""
 BUCKET = 1 << 24
 """Numbers that are added up at once: many small tensors would take a message each, and one for all of them a copy of them all."""
+FAILED = "failed"
+"""What is there when one of the processes has failed."""
 
 
 @dataclass
@@ -37,9 +41,38 @@ class _Group:
     """Text by name, which every process can read and write."""
     calls: int = 0
 
+    def name(self) -> str:
+        """Of what is said next: all processes come to the same things in the same order."""
+        self.calls += 1
+        return f"call-{self.calls}"
+
+    def say(self, name: str, value: Any) -> None:
+        self.store.set(name, json.dumps(value))
+
+    def hear(self, name: str) -> Any:
+        """What another process says, however long that takes, unless one of them fails.
+
+        It waits awake: a signal reaches it, which no process hears inside an operation of `torch.distributed`.
+        """
+        pause = 0.01
+        while not self.store.check([name]):
+            if self.store.check([FAILED]):
+                raise CalibeamError("another process has failed")
+            time.sleep(pause)
+            pause = min(1.5 * pause, 1.0)
+        return json.loads(self.store.get(name))
+
+    def fails_first(self) -> bool:
+        """Tell all that this process fails. Of their errors, which are the same or follow from another, one is to be told."""
+        try:
+            return self.store.add(FAILED, 1) == 1
+        except RuntimeError:  # who kept the store is gone already
+            return False
+
 
 _group: _Group | None = None
 """None while a process is by itself."""
+_uses = itertools.count(1)
 
 
 def size() -> int:
@@ -54,17 +87,61 @@ def is_first() -> bool:
     return rank() == 0
 
 
+def is_started_first() -> bool:
+    """Whether this process was started by itself, or as the first of several, whether they have met or not."""
+    return not _are_several() or (os.environ.get("RANK") or "0") == "0"
+
+
+def _are_several() -> bool:
+    return (os.environ.get("WORLD_SIZE") or "1") != "1"
+
+
 @contextmanager
 def joined() -> Iterator[None]:
     """Meanwhile, what was started as one of several processes works as one of them, each on its own GPU if there are any."""
     global _group
-    if int(os.environ.get("WORLD_SIZE", "1")) == 1:
+    if not _are_several():
         yield
         return
-    import torch
     from torch import distributed
     from torch.distributed.distributed_c10d import PrefixStore
+
+    place, number, count = _meet()
+    place = PrefixStore(f"calibeam-{next(_uses)}", place)  # what was said before is no news
+    _group = _Group(number, count, place)
+    display.console.quiet = number > 0
+    try:
+        _take_gpu()
+        distributed.init_process_group(store=place, rank=number, world_size=count, timeout=PATIENCE)
+        yield
+        highest(0)  # all have come so far: the first may keep the store, and would take it along
+        distributed.destroy_process_group()
+    except BaseException:
+        display.errors.quiet = not _group.fails_first()
+        raise
+    finally:
+        _group = None
+        display.console.quiet = False
+
+
+@cache
+def _meet() -> tuple[Any, int, int]:
+    """A store that all processes of this program share from now on, the number of this one, and how many there are."""
     from torch.distributed.rendezvous import rendezvous
+
+    given = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")}
+    wrong = [name for name, value in given.items() if not (value if name == "MASTER_ADDR" else value.isdecimal())]
+    if wrong or int(given["RANK"]) >= int(given["WORLD_SIZE"]):
+        told = ", ".join(f"{name}={value}" if value else f"no {name}" for name, value in given.items())
+        raise CalibeamError(
+            f"the environment says that this is one of several processes, and not which: {told}. Start them by torchrun or "
+            "accelerate launch, or unset WORLD_SIZE"
+        )
+    return next(rendezvous("env://", timeout=PATIENCE))
+
+
+def _take_gpu() -> None:
+    import torch
 
     if torch.cuda.is_available():
         local, gpus = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
@@ -74,57 +151,34 @@ def joined() -> Iterator[None]:
                 "with CUDA_VISIBLE_DEVICES= to train on the CPU"
             )
         torch.cuda.set_device(local)
-    store, number, count = next(rendezvous("env://", timeout=PATIENCE))
-    distributed.init_process_group(store=store, rank=number, world_size=count, timeout=PATIENCE)
-    _group = _Group(number, count, PrefixStore("calibeam", store))
-    display.console.quiet = number > 0
-    try:
-        yield
-    except SystemExit:  # the command line's way to end well
-        distributed.destroy_process_group()
-        raise
-    except BaseException:
-        display.errors.quiet = not _fails_first(_group)
-        raise
-    else:
-        distributed.destroy_process_group()
-    finally:
-        _group = None
-        display.console.quiet = False
-
-
-def _fails_first(group: _Group) -> bool:
-    """An error of one process is followed by errors of others, or all have the same one. The first is the one to tell."""
-    try:
-        return group.store.add("failed", 1) == 1
-    except RuntimeError:  # who kept the store is gone already
-        return False
 
 
 def by_first(function: Callable[[], Found]) -> Found:
-    """What the first process finds by itself, plain data, while the others wait for it as long as it takes.
-
-    They wait awake: a signal reaches them, which no process hears inside an operation of `torch.distributed`.
-    """
+    """What the first process finds by itself, plain data, while the others wait for it as long as it takes."""
     global _group
     if _group is None:
         return function()
-    group = _group
-    group.calls += 1
-    name = f"by-first-{group.calls}"
-    if group.rank == 0:
-        _group = None
-        try:
-            found = function()
-        finally:
-            _group = group
-        group.store.set(name, json.dumps(found))
-        return found
-    pause = 0.01
-    while not group.store.check([name]):
-        time.sleep(pause)
-        pause = min(1.5 * pause, 1.0)
-    return json.loads(group.store.get(name))
+    group, name = _group, _group.name()
+    if group.rank > 0:
+        return group.hear(name)
+    _group = None
+    try:
+        found = function()
+    finally:
+        _group = group
+    group.say(name, found)
+    return found
+
+
+def tell_first(value: Any) -> list[Any]:
+    """What every process tells the first, plain data. The others hear nothing."""
+    if _group is None:
+        return [value]
+    group, name = _group, _group.name()
+    if group.rank > 0:
+        group.say(f"{name}-{group.rank}", value)
+        return []
+    return [value, *(group.hear(f"{name}-{number}") for number in range(1, group.size))]
 
 
 def spread(function: Callable[[Sequence[Item]], Sequence[Found]], items: Sequence[Item]) -> list[Found]:
@@ -134,12 +188,12 @@ def spread(function: Callable[[Sequence[Item]], Sequence[Found]], items: Sequenc
     if size() == 1:
         return found
     every: list[Any] = [None] * len(items)
-    for number, some in enumerate(_gather(found)):
+    for number, some in enumerate(gather(found)):
         every[number :: size()] = some
     return every
 
 
-def _gather(value: Any) -> list[Any]:
+def gather(value: Any) -> list[Any]:
     """The value of every process, as JSON: `all_gather_object` would unpickle what comes."""
     import torch
     from torch import distributed
@@ -177,21 +231,6 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
             bucket = []
         bucket.append(tensor)
     yield bucket
-
-
-def sharded(optimizer_class: type, parameters: Iterable[Tensor], **settings: Any) -> Any:
-    """An optimizer of which every process holds the state of some parameters, updates these and sends them to the others."""
-    if size() == 1:
-        return optimizer_class(parameters, **settings)
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-
-    return ZeroRedundancyOptimizer(parameters, optimizer_class, **settings)
-
-
-def collect(optimizer: Any) -> None:
-    """Bring all of its state to the first process, to be saved, if it is sharded."""
-    if hasattr(optimizer, "consolidate_state_dict"):
-        optimizer.consolidate_state_dict(to=0)
 
 
 def highest(number: int) -> int:

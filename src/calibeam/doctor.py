@@ -10,10 +10,13 @@ from importlib.util import find_spec
 from calibeam import display, store
 
 EXTRAS = {
-    "datasets": "prepare reads splits of Hub datasets (hub:NAME:SPLIT)",
-    "peft": "calibrate trains LoRA adapters (lora_rank)",
-    "ray": "decode, score and evaluate run on Ray clusters (engine=ray)",
+    "datasets": (("datasets",), "prepare reads splits of Hub datasets (hub:NAME:SPLIT)"),
+    "lora": (("peft",), "calibrate trains LoRA adapters (lora_rank)"),
+    "msmarco": (("spacy",), "evaluate measures as MS MARCO does (metrics=msmarco)"),
+    "ray": (("ray",), "decode, score and evaluate run on Ray clusters (engine=ray)"),
+    "trackers": (("accelerate", "tensorboardX"), "training reports to TensorBoard and others (report_to)"),
 }
+"""What pip calls them, as in calibeam[lora]; the packages that each brings; and what they are for."""
 
 
 def run() -> None:
@@ -34,7 +37,7 @@ def run() -> None:
             )
     else:
         rows.append(("GPU", "none that torch can use"))
-    rows += [(f"extra: {name}", f"{_yes(find_spec(name) is not None)}; {purpose}") for name, purpose in EXTRAS.items()]
+    rows += [(f"extra: {name}", f"{_yes(all(map(find_spec, needs)))}; {purpose}") for name, (needs, purpose) in EXTRAS.items()]
     display.table("This machine", ("what", "here"), rows, figures=False)
     for line in _advice(torch.cuda.is_available(), torch.cuda.is_available() and torch.cuda.is_bf16_supported()):
         display.say(line)
@@ -44,7 +47,7 @@ def _advice(gpu: bool, bf16: bool) -> list[str]:
     if not gpu:
         return [
             "Everything runs on the CPU in float32. That is fine for the demo and for models of up to about 10 million "
-            "parameters and a few thousand examples; a T5-small on a whole dataset wants a GPU.",
+            "parameters and a few thousand examples; a T5-small on a whole dataset needs a GPU.",
         ]
     if not bf16:
         return ["Everything runs on the GPU in float32: it has no bfloat16, and float16 overflows in T5 and PEGASUS."]

@@ -8,10 +8,12 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers.activations import NewGELUActivation
 
 from calibeam.records import CalibeamError
 
@@ -80,22 +82,35 @@ class Stack:
     bias: Callable[[int], Tensor] | None
     """For relative positions: what scores gain, between so many. [heads, queries, keys]"""
     dropout: Dropout
+    checkpointed: bool
+    """Whether what a block keeps for its gradients is made again when they are computed."""
 
     def bias_of_distance(self, length: int) -> Tensor:
         """What a decoder's score gains by the distance to a key that lies before it. [heads, length]"""
         assert self.bias is not None
         return self.bias(length)[:, -1].flip(-1)  # the last query sees keys at distances length - 1 ... 0
 
-    def run(self, states: Tensor, parts: Iterable[Part], add_norm: AddNorm) -> Tensor:
+    def run(self, states: Tensor, blocks: Iterable[Iterable[Part]], add_norm: AddNorm) -> Tensor:
         """From embeddings to the states that come out, through the parts of all blocks, each with its norm."""
-        if not self.norm_first:
-            for part, norm in parts:
-                _, states = add_norm(states, part(states), norm)
-            return states
         delta = None
+        for parts in blocks:
+            states, delta = self.through(parts, states, delta, add_norm)
+        return self.finish(states, delta, add_norm)
+
+    def through(self, parts: Iterable[Part], states: Tensor, delta: Any, add_norm: AddNorm) -> tuple[Tensor, Any]:
+        """One block: the states after it, and what its last part adds to them, if that is for the next norm to do."""
         for part, norm in parts:
-            states, inner = add_norm(states, delta, norm, narrow=True)
-            delta = part(inner)
+            if self.norm_first:
+                states, inner = add_norm(states, delta, norm, narrow=True)
+                delta = part(inner)
+            else:
+                _, states = add_norm(states, part(states), norm)
+        return states, delta
+
+    def finish(self, states: Tensor, delta: Any, add_norm: AddNorm) -> Tensor:
+        """What comes out after the last block."""
+        if not self.norm_first:
+            return states
         assert self.final_norm is not None
         return add_norm(states, delta, self.final_norm)[1]
 
@@ -130,7 +145,7 @@ def aligned(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]
 def anatomy(model: Any, dtype: torch.dtype | None = None) -> Anatomy | None:
     """None for a family that is not known here. Weights of another type than the one wanted are copied."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
-        raise CalibeamError("prompts that peft learnt are no part of the model, and calibeam cannot run them")
+        raise CalibeamError("prompts learnt by peft are not part of the model, and calibeam cannot run them")
     family, decoder, head = FAMILIES.get(model.config.model_type), model.get_decoder(), model.get_output_embeddings()
     if family is None or type(head) is not nn.Linear:
         return None
@@ -186,6 +201,7 @@ def _bart(config: Any, half: Any) -> Stack:
         final_norm=getattr(half, "layer_norm", None),
         bias=None,
         dropout=Dropout(config.dropout, config.attention_dropout, config.activation_dropout) if half.training else Dropout(),
+        checkpointed=half.gradient_checkpointing,
     )
 
 
@@ -200,7 +216,7 @@ def _t5(config: Any, half: Any) -> Stack:
             attention(own.SelfAttention, own.layer_norm),
             attention(cross[0].EncDecAttention, cross[0].layer_norm) if cross else None,
             (dense.wi_0, dense.wi_1) if hasattr(dense, "wi_0") else (dense.wi,),
-            dense.act,
+            _one_operation(dense.act),
             dense.wo,
             last.layer_norm,
         )
@@ -215,7 +231,13 @@ def _t5(config: Any, half: Any) -> Stack:
         final_norm=half.final_layer_norm,
         bias=lambda length: first.compute_bias(length, length)[0],
         dropout=Dropout(*[config.dropout_rate] * 4) if half.training else Dropout(),
+        checkpointed=half.gradient_checkpointing,
     )
+
+
+def _one_operation(activation: nn.Module) -> Callable[[Tensor], Tensor]:
+    """The same function as PyTorch has it, where Hugging Face's is eight operations, each with its gradient."""
+    return partial(nn.functional.gelu, approximate="tanh") if isinstance(activation, NewGELUActivation) else activation
 
 
 def _bart_head(model: Any) -> tuple[Tensor | None, float]:

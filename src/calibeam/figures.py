@@ -57,7 +57,9 @@ def line(
     values = _copied(rows, {"x": x, "y": y, "series": series, "dash": dash}, interval)
     y_title = y if y_title == "" else y_title
     places = sorted({row["x"] for row in values if row["x"] is not None})
-    ticks = {"values": places} if len(places) <= FEW else {}
+    ticks: Spec = {"values": places} if len(places) <= FEW else {}
+    if all(place.is_integer() for place in places):
+        ticks |= {"format": ",d", "tickMinStep": 1}  # counts, not 1.0
     shared = {
         "x": {
             "field": "x", "type": "quantitative", "title": _text(x_title or x), "axis": {"grid": False, **ticks},
@@ -86,9 +88,12 @@ def bars(
     interval: Interval | None = None,
     title: str = "",
     baseline: bool = True,
+    upright: str = "",
 ) -> Spec:
-    """A bar from 0 to the value of every label, beside each other for each of `series`, with whiskers from low to high."""
-    return _of_labels({"type": "bar"}, rows, label, value, series, interval, title, baseline, zero=True)
+    """A bar from 0 to the value of every label, beside each other for each of `series`, with whiskers from low to high.
+
+    They lie, unless `upright` has a title for the labels below them."""
+    return _of_labels({"type": "bar"}, rows, label, value, series, interval, title, baseline, zero=True, upright=upright)
 
 
 def intervals(
@@ -164,23 +169,25 @@ def _of_labels(
     baseline: bool,
     *,
     zero: bool,
+    upright: str = "",
 ) -> Spec:
     values = _copied(rows, {"x": label, "y": value, "series": series}, interval)
     labels, several = _in_order(values, "x"), len(_in_order(values, "series"))
+    across, along = ("x", "y") if upright else ("y", "x")
     place: Spec = {
-        "field": "x", "type": "nominal", "title": None, "sort": labels,
-        "axis": {"ticks": False, "domain": False}, "scale": {"paddingInner": 0.3},
+        "field": "x", "type": "nominal", "title": _text(upright) if upright else None, "sort": labels,
+        "axis": {"ticks": False, "domain": False, "labelAngle": 0, "labelOverlap": True}, "scale": {"paddingInner": 0.3},
     }  # fmt: skip
     beside = {"field": "series", "sort": _in_order(values, "series"), "scale": {"paddingInner": 0.15}}
-    apart: Spec = {"yOffset": beside} if several > 1 else {}
+    apart: Spec = {f"{across}Offset": beside} if several > 1 else {}
     axis: Spec = {"type": "quantitative", "title": _text(title or value), "scale": {"zero": zero}}
-    shared = {"y": place, **apart, **_colour(values, baseline=baseline)}
+    shared = {across: place, **apart, **_colour(values, baseline=baseline)}
     drawn = {
         **shared,
-        "x": {"field": "y", **axis, "stack": None},
+        along: {"field": "y", **axis, "stack": None},
         "tooltip": _tooltip("", axis["title"], interval, {"series": series}),
     }
-    whiskers = {**shared, "x": {"field": "low", **axis}, "x2": {"field": "high"}}
+    whiskers = {**shared, along: {"field": "low", **axis}, f"{along}2": {"field": "high"}}
     over = mark["type"] == "bar"
     if over:
         whiskers.pop("color", None)
@@ -188,7 +195,7 @@ def _of_labels(
     if interval:
         layer.insert(over, {"mark": "rule", "encoding": whiskers})
     figure = _figure(f"{axis['title']} of each {_text(label)}", values, layer)
-    return {**figure, "height": len(labels) * (30 if several <= 1 else 8 + 16 * several)}
+    return figure if upright else {**figure, "height": len(labels) * (30 if several <= 1 else 8 + 16 * several)}
 
 
 def _figure(said: str, values: list[dict[str, Any]], layer: list[Spec]) -> Spec:
@@ -230,7 +237,7 @@ def _dashes(values: list[dict[str, Any]]) -> Spec:
 
 
 def _tooltip(x: str, y: str, interval: Interval | None, groups: dict[str, str]) -> list[Spec]:
-    number = {"type": "quantitative", "format": ",.2f"}
+    number = {"type": "quantitative", "format": ",.4~r"}
     return [
         *({"field": ours, "type": "nominal", "title": _text(theirs)} for ours, theirs in groups.items() if theirs),
         {"field": "x", "type": "quantitative", "title": x} if x else {"field": "x", "type": "nominal", "title": " "},

@@ -37,7 +37,7 @@ def fill(template: str, **values: Any) -> str:
         trim_blocks=False,
         keep_trailing_newline=True,
     )
-    environment.filters |= {"points": _points, "figure": figure, "duration": duration}
+    environment.filters |= {"points": _points, "figure": figure, "duration": duration, "number": number}
     return environment.get_template(template).render(**values)
 
 
@@ -97,6 +97,11 @@ def _points(value: float | None, form: str = ".2f") -> str:
 def figure(value: float, form: str = ".2f") -> str:
     """With a minus as wide as a plus."""
     return f"{value:{form}}".replace("-", MINUS)
+
+
+def number(value: float) -> str:
+    """In as many digits as it takes; what is 0 but for rounding is 0."""
+    return "0" if abs(value) < 1e-8 else figure(value, ".4g").replace(f"e{MINUS}0", f"e{MINUS}")
 
 
 def _asset(name: str) -> str:

@@ -1,6 +1,7 @@
 """A whole run: which stages a recipe asks for, and which folder each reads.
 
-The top of a recipe has `output`, the folder of the run, and `model`, the model it begins with. A
+The top of a recipe has `output`, the folder of the run, and `model`, the model it begins with; it may have
+`max_source_length` and `max_target_length`, for every stage that reads the examples and does not say otherwise. A
 `[finetune]` table asks for fine-tuning; without one, `model` is taken as fine-tuned already. A
 `[create]` table makes the model to begin with, a `[tokenizer]` table its vocabulary, and a `[pretrain]`
 table trains it on text first. All other stages always run. `preset` names settings to lay under the
@@ -9,7 +10,9 @@ recipe's own (`presets.py`), and a `[study]` table is for `calibeam study` alone
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +20,7 @@ from typing import Any
 from calibeam import display, distributed, presets, recipe, stages, store
 from calibeam.records import CalibeamError
 
-TOP = {"output": str, "model": str, "preset": str}
+TOP = {"output": str, "model": str, "preset": str, **dict.fromkeys(recipe.LENGTHS, int)}
 STUDY = "study"
 
 
@@ -30,9 +33,25 @@ class Step:
 
     def run(self, *, force: bool = False) -> Path:
         stage = stages.load(self.stage)
-        if self.stage in stages.TOGETHER:
-            return stage.run(self.config, force=force)
-        return Path(distributed.by_first(lambda: str(stage.run(self.config, force=force))))
+        try:
+            if self.stage in stages.TOGETHER:
+                return stage.run(self.config, force=force)
+            return Path(distributed.by_first(lambda: str(stage.run(self.config, force=force))))
+        except RuntimeError as error:
+            if distributed.size() > 1 and _is_lost_touch(error):
+                raise CalibeamError(
+                    f"{self.stage}: process {distributed.rank()} of {distributed.size()} has lost touch with another one, which "
+                    f"has died or cannot be reached ({str(error).partition('. ')[0]}).\n"
+                    "What was saved is kept. Start all of them again with the same command"
+                ) from error
+            raise
+
+
+def _is_lost_touch(error: RuntimeError) -> bool:
+    """gloo has no errors of its own; it names its source in their text."""
+    from torch.distributed import DistError
+
+    return isinstance(error, DistError) or "gloo/transport" in str(error)
 
 
 def plan(tables: dict[str, Any], only: str | None = None) -> list[Step]:
@@ -44,9 +63,10 @@ def plan(tables: dict[str, Any], only: str | None = None) -> list[Step]:
     if only is None and "output" in tables.get("evaluate", {}):
         raise CalibeamError("evaluate.output: a whole run evaluates two models, so it chooses their folders itself")
     steps = [
-        Step(name, recipe.build(stages.load(name).Config, name, {**inputs, **tables.get(name, {})}))
+        Step(name, recipe.build(kind, name, {**inputs, **_lengths(tables, name, kind), **tables.get(name, {})}))
         for name, inputs in _steps(tables)
         if only in (None, name)
+        for kind in (stages.load(name).Config,)
     ]
     writers: dict[str, str] = {}
     for step in steps:
@@ -55,7 +75,23 @@ def plan(tables: dict[str, Any], only: str | None = None) -> list[Step]:
         writers[step.config.output] = step.stage
     if not steps:
         raise CalibeamError(f"the recipe has no [{only}] table")
+    if only is None:
+        _check_candidates({step.stage: step.config for step in steps})
     return steps
+
+
+def _lengths(tables: dict[str, Any], stage: str, kind: Any) -> dict[str, Any]:
+    """Those at the top, as a stage calls them. What `pretrain` reads are not the examples, but text of its own."""
+    known = {field.name for field in dataclasses.fields(kind) if stage != "pretrain"}
+    return {name: tables[key] for key, names in recipe.LENGTHS.items() if key in tables for name in names if name in known}
+
+
+def _check_candidates(configs: dict[str, Any]) -> None:
+    if configs["decode"].num_candidates == 1 and not callable(configs["calibrate"].loss):
+        raise CalibeamError(
+            "decode.num_candidates is 1, but calibrate compares the candidates of a source with each other: "
+            "set it to 2 or more (calibrate-model: --num-candidates)"
+        )
 
 
 def run(tables: dict[str, Any], *, only: str | None = None, force: bool = False) -> None:
@@ -63,20 +99,66 @@ def run(tables: dict[str, Any], *, only: str | None = None, force: bool = False)
     steps = plan(tables, only)
     for step in steps:
         store.is_free(Path(step.config.output))  # refuse a folder in use now, not after hours of work
+    common = {f"{number}. {step.stage}": step.config.common() for number, step in enumerate(steps, start=1)}
+    store.must_agree("the recipe", {**common, "versions": store.deciding_versions()})
+    if only is None:
+        check_models(steps)
+        _mention_lengths(steps)
     for number, step in enumerate(steps, start=1):
         display.say(f"[{number}/{len(steps)}] {step.stage} -> {step.config.output}", style="bold")
         step.run(force=force)
 
 
+def check_models(steps: Sequence[Step]) -> None:
+    """Before any stage runs: the models that the steps begin with are there, and have a position for every token."""
+    from calibeam import seq2seq
+    from calibeam.stages.decode import check_lengths
+
+    positions: dict[str, int | None] = {}
+    for step in steps:
+        config, model = step.config, getattr(step.config, "model", "")
+        if step.stage == "create":
+            positions[config.output] = config.max_position_embeddings
+        if getattr(config, "uses_bertscore", False):
+            seq2seq.locate(config.bertscore_model)
+        if model:
+            if model not in positions:
+                positions[model] = seq2seq.max_positions(seq2seq.examine(model))
+            check_lengths(step.stage, config, positions[model])
+            positions[config.output] = positions[model]
+
+
+def _mention_lengths(steps: Sequence[Step]) -> None:
+    """Lengths that differ are most often one that was forgotten."""
+    for key, names in recipe.LENGTHS.items():
+        found = {
+            f"{step.stage}.{name}": getattr(step.config, name)
+            for step in steps
+            for name in names
+            if step.stage != "pretrain" and hasattr(step.config, name)
+        }
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{name} is {value}" for name, value in found.items())
+            display.say(f"lengths differ: {listed}. {key} at the top of the recipe sets all of them", style="yellow")
+
+
 def check_tables(tables: dict[str, Any]) -> None:
     for key, value in tables.items():
         if key in TOP:
-            if not isinstance(value, TOP[key]):
-                raise CalibeamError(f"{key} must be a string, got {value!r}")
+            if not recipe.fits(value, TOP[key]):
+                raise CalibeamError(f"{key} must be {recipe.describe(TOP[key])}, got {value!r}")
         elif key not in stages.STAGES and key != STUDY:
-            raise CalibeamError(f"unknown key {key}{recipe.nearest(key, {*TOP, STUDY, *stages.STAGES})}")
+            raise CalibeamError(f"unknown key {key}{_nearest(key, tables)}")
         elif not isinstance(value, dict):
             raise CalibeamError(f"{key} is a {STUDY if key == STUDY else 'stage'}: write its settings in a table [{key}]")
+
+
+def _nearest(key: str, tables: dict[str, Any]) -> str:
+    """The stages that have such a setting, or else the nearest name."""
+    running = [name for name in stages.STAGES if name in tables or name not in stages.ASKED_FOR]
+    fields = {name: dataclasses.fields(stages.load(name).Config) for name in running}
+    found = [f"{name}.{key}" for name, of_stage in fields.items() if key in {field.name for field in of_stage}]
+    return f"; did you mean {' or '.join(found)}?" if found else recipe.nearest(key, {*TOP, STUDY, *stages.STAGES})
 
 
 def _steps(tables: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
@@ -116,9 +198,11 @@ def _steps(tables: dict[str, Any]) -> Iterator[tuple[str, dict[str, str]]]:
 
 
 def finish(tables: dict[str, Any]) -> None:
-    """Put the report where a person looks for it, and say where things are."""
+    """Put the report where a person looks for it, and say where things are, and what should not be missed."""
     report, export = (next(step.config for step in plan(tables) if step.stage == name) for name in ("report", "export"))
     page = Path(tables["output"]) / "report.html"
-    distributed.by_first(lambda: store.write_file(page, (Path(report.output) / "report.html").read_text(encoding="utf-8")))
+    distributed.by_first(lambda: store.write_page(page, (Path(report.output) / "report.html").read_text(encoding="utf-8")))
     display.say(f"checkpoint: {export.output}", style="bold green")
     display.say(f"report:     {page}", style="bold green")
+    for remark in json.loads((Path(report.output) / "figures.json").read_text(encoding="utf-8")).get("remarks", ()):
+        display.say(remark, style="bold yellow")

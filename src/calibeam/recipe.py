@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import json
 import tomllib
 import types
 import typing
@@ -25,6 +26,8 @@ LONGEST = 100_000
 """Characters of a recipe."""
 MOST_DOTS = 2000
 """In one line of it: the time that a dotted key takes grows with the square of its parts."""
+LENGTHS = {"max_source_length": ("max_source_length",), "max_target_length": ("max_target_length", "max_new_tokens")}
+"""The lengths that a recipe may give once, at its top, and the settings of stages that they are for."""
 
 
 class Typed(str):
@@ -68,6 +71,11 @@ class StageConfig:
         """The settings that determine the stage's result, as plain data."""
         return {f.name: plain(getattr(self, f.name)) for f in dataclasses.fields(self) if f.metadata["identity"]}
 
+    def common(self) -> dict[str, Any]:
+        """Those that several processes must have in common to work together: all but the places and devices of each."""
+        known = self.identity()
+        return {name: value for name, value in self.resolved().items() if name in known or not isinstance(value, str | list)}
+
     def resolved(self) -> dict[str, Any]:
         return {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
 
@@ -93,11 +101,12 @@ def read(path: Path) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise CalibeamError(f"recipe {path} cannot be read: {error}") from error
     if len(text) > LONGEST or any(line.count(".") > MOST_DOTS for line in text.splitlines()):
-        raise CalibeamError(f"recipe {path} is no recipe: it is longer than {LONGEST:,} characters, or a line is full of dots")
+        raise CalibeamError(f"recipe {path} is not a recipe: it is longer than {LONGEST:,} characters, or a line is full of dots")
     try:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise CalibeamError(f"recipe {path} is not valid TOML: {error}") from error
+        hint = " (text needs quotes)" if str(error).startswith("Invalid value") else ""
+        raise CalibeamError(f"recipe {path} is not valid TOML: {error}{hint}") from error
 
 
 def override(
@@ -120,7 +129,8 @@ def override(
             place = place.setdefault(parent, {})
             if not isinstance(place, dict):
                 raise CalibeamError(f"{path.strip()}: {parent} is not a table")
-        place[key] = _typed(_value(text.strip())) if allow_code else _value(text.strip())
+        value = _value(text.lstrip())  # what ends in a space, such as a prefix, keeps it
+        place[key] = _typed(value) if allow_code else value
     return result
 
 
@@ -165,12 +175,16 @@ def _typed(value: Any) -> Any:
 
 
 def _ready(value: Any, wanted: Any) -> Any:
-    """Lists as tuples, and the functions that the user typed the names of."""
+    """Lists as tuples, one item where a list is wanted as a list of one, and the functions that the user typed the names of."""
     if isinstance(value, list):
-        return tuple(_ready(item, wanted) for item in value)
-    if isinstance(value, Typed) and ":" in value and _takes_function(wanted):
-        return functions.load(value)
-    return value
+        return tuple(_loaded(item, wanted) for item in value)
+    value = _loaded(value, wanted)
+    return (value,) if fits((value,), wanted) and not fits(value, wanted) else value
+
+
+def _loaded(value: Any, wanted: Any) -> Any:
+    is_function = isinstance(value, Typed) and ":" in value and _takes_function(wanted)
+    return functions.load(value) if is_function else value
 
 
 def _takes_function(wanted: Any) -> bool:
@@ -179,17 +193,16 @@ def _takes_function(wanted: Any) -> bool:
 
 def _check(field: dataclasses.Field[Any], wanted: Any, value: Any) -> None:
     name, rules = field.name, field.metadata
-    if not _fits(value, wanted):
-        raise CalibeamError(f"{name} must be {_describe(wanted)}, got {value!r}")
+    if not fits(value, wanted):
+        hint = f"; write it as [{value}]" if typing.get_origin(wanted) is tuple and "," in str(value) else ""
+        raise CalibeamError(f"{name} must be {describe(wanted)}, got {value!r}{hint}")
     if rules["choices"] is not None:
         allowed = list(rules["choices"]())
         for item in value if isinstance(value, tuple) else (value,):
             if not callable(item) and item not in allowed:
                 own = _takes_function(wanted) and ":" in item
-                hint = (
-                    f"; module:function works on the command line alone, with {functions.FLAG}" if own else _hint(item, allowed)
-                )
-                raise CalibeamError(f"{name} must be one of {', '.join(allowed)}, got {item!r}{hint}")
+                hint = f"; module:function works only on the command line, with {functions.FLAG}" if own else _hint(item, allowed)
+                raise CalibeamError(f"{name} must be one of {', '.join(filter(None, allowed))}, got {item!r}{hint}")
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
@@ -202,18 +215,21 @@ def _check(field: dataclasses.Field[Any], wanted: Any, value: Any) -> None:
 
 
 def _hint(item: Any, allowed: list[str]) -> str:
+    several = [part.strip() for part in str(item).split(",")]
+    if len(several) > 1 and set(several) <= set(allowed):
+        return f"; write several as {json.dumps(several)}"
     close = difflib.get_close_matches(str(item), allowed, n=1)
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
-def _fits(value: Any, wanted: Any) -> bool:
+def fits(value: Any, wanted: Any) -> bool:
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     if wanted is Any:
         return True
     if origin in (typing.Union, types.UnionType):
-        return any(_fits(value, one) for one in arguments)
+        return any(fits(value, one) for one in arguments)
     if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(item, arguments[0]) for item in value)
+        return isinstance(value, tuple) and all(fits(item, arguments[0]) for item in value)
     if origin is dict:
         return isinstance(value, dict) and all(isinstance(key, str) for key in value)
     if wanted is float:
@@ -225,13 +241,13 @@ def _fits(value: Any, wanted: Any) -> bool:
     return callable(value) if origin is Callable or wanted is Callable else isinstance(value, wanted)
 
 
-def _describe(wanted: Any) -> str:
+def describe(wanted: Any) -> str:
     origin, arguments = typing.get_origin(wanted), typing.get_args(wanted)
     names = {int: "a whole number", float: "a number", str: "a string", bool: "true or false", types.NoneType: "nothing"}
     if wanted in names:
         return names[wanted]
     if origin in (typing.Union, types.UnionType):
-        return " or ".join(_describe(one) for one in arguments)
+        return " or ".join(describe(one) for one in arguments)
     if origin is tuple:
-        return f"a list, each {_describe(arguments[0])}"
+        return f"a list, each {describe(arguments[0])}"
     return "a table" if origin is dict else "a function"

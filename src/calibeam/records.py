@@ -6,14 +6,14 @@ import hashlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 
 class CalibeamError(Exception):
-    """Something the user can mend. The command line prints the message alone, without a stack trace."""
+    """Something the user can fix. The command line prints the message alone, without a stack trace."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +23,12 @@ class Example:
     id: str
     source: str
     targets: tuple[str, ...]
+
+
+def kind_of(value: Any) -> str:
+    """What a value of JSON is, in words."""
+    words = {bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return words.get(type(value), f"a {type(value).__name__}")
 
 
 def hash_of(text: str) -> int:

@@ -8,6 +8,7 @@ What expands to very many times its size is refused, so that time has an end too
 from __future__ import annotations
 
 import csv
+import glob
 import gzip
 import hashlib
 import io
@@ -21,17 +22,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from calibeam import parquet
 from calibeam.records import CalibeamError
 
 HUB = "hub:"
-ADDRESSES = ("hf://", "file://")  # of files that the datasets package reads
+LOCAL = "file://"
+ADDRESS = re.compile(r"hf://datasets/(?P<name>[^@/]+(?:/[^@/]+)?)@(?P<revision>[^/]+)/(?P<pattern>.+)")
 PINNED = re.compile(r"hf://datasets/[^@]+@[0-9a-f]{40}/")
 LONGEST_FIELD = 1_000_000
 LONGEST_LINE = 1 << 25
-LONGEST_DOCUMENT = 1 << 28  # out of a compressed file
-MOST_EXPANSION = 100  # times its size, for a file that expands to more than a document may
-PARQUET_BATCH = 1 << 26  # bytes of rows, as the file tells of itself, that are decoded together; the largest small page
+MOST_EXPANSION = 100  # times its size, for a file that expands to more than this:
+LEAST_EXPANSION = 1 << 28
 SHORTEST_ROW = 32  # bytes that a row counts for at least: a few bytes of Parquet can say "a billion rows of nothing"
 
 
@@ -41,33 +41,78 @@ class Complaint(str):
 
 def read(place: str) -> Iterator[Any]:
     """What is in each row of a file, of hub:NAME@REVISION:SPLIT, or of files at an address; or a Complaint."""
-    if place.startswith(HUB):
-        name, _, split = place.removeprefix(HUB).rpartition(":")
-        name, _, revision = name.partition("@")
-        if not name or not split:
-            raise CalibeamError(f"{place} is not of the form {HUB}NAME:SPLIT or {HUB}NAME@REVISION:SPLIT")
-        return _dataset(place, name, split=split, revision=revision or None)
-    if place.startswith(ADDRESSES):
-        return _dataset(place, "parquet" if place.endswith(".parquet") else "json", split="train", data_files=place)
-    return _reader(Path(place))(Path(place))
+    for file in map(Path, _files(place)):
+        yield from _reader(file)(file)
 
 
 def digest(place: str) -> str:
     """Of what `read` would give. A commit of the Hub stands for its contents."""
     if PINNED.match(place):
         return hashlib.sha256(place.encode()).hexdigest()
-    if place.startswith((HUB, *ADDRESSES)):
-        found = hashlib.sha256()
-        for row in read(place):
-            found.update(json.dumps(row, default=str).encode())
-        return found.hexdigest()
-    if not Path(place).is_file():
-        raise CalibeamError(f"no file at {place}")
+    digests = [_sha256(Path(file)) for file in _files(place)]
+    return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
+
+
+def _sha256(file: Path) -> str:
+    if not file.is_file():
+        raise CalibeamError(f"no file at {file}")
     try:
-        with Path(place).open("rb") as stream:
+        with file.open("rb") as stream:
             return hashlib.file_digest(stream, "sha256").hexdigest()
     except OSError as error:
-        raise CalibeamError(f"{place} cannot be read: {error}") from error
+        raise CalibeamError(f"{file} cannot be read: {error}") from error
+
+
+def _files(place: str) -> list[str]:
+    """On this disk. What is on the Hub is fetched, and read as any file is: no loading script is ever run."""
+    if place.startswith(HUB):
+        return [file for address in _files_of_split(place) for file in _files(address)]
+    if place.startswith(LOCAL):
+        return matching(place.removeprefix(LOCAL))
+    if match := ADDRESS.fullmatch(place):
+        return _fetch(place, **match.groupdict())
+    return [place]
+
+
+def _files_of_split(place: str) -> list[str]:
+    """The addresses of the files of a split of a dataset, as the datasets package finds them."""
+    name, _, split = place.removeprefix(HUB).rpartition(":")
+    name, _, revision = name.partition("@")
+    if not name or not split:
+        raise CalibeamError(f"{place} is not of the form {HUB}NAME:SPLIT or {HUB}NAME@REVISION:SPLIT")
+    try:
+        from datasets import load_dataset_builder
+    except ImportError:
+        raise CalibeamError(f"{place} needs the datasets package: pip install 'calibeam[datasets]'") from None
+    with _named(place):
+        files = load_dataset_builder(name, revision=revision or None).config.data_files or {}
+    if split not in files:
+        raise CalibeamError(f"{place}: there is no such split; there are {', '.join(map(str, files)) or 'none'}")
+    return [str(file) for file in files[split]]
+
+
+def _fetch(place: str, name: str, revision: str, pattern: str) -> list[str]:
+    from huggingface_hub import snapshot_download
+
+    with _named(place):
+        folder = snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=[pattern])
+    return matching(str(Path(glob.escape(folder)) / pattern))
+
+
+@contextmanager
+def _named(place: str) -> Iterator[None]:
+    """Whatever the Hub's packages raise, as an error that says of what."""
+    try:
+        yield
+    except Exception as error:
+        raise CalibeamError(f"{place} cannot be loaded: {(str(error).strip() or repr(error)).splitlines()[0]}") from error
+
+
+def matching(pattern: str) -> list[str]:
+    """The files that a pattern names, in order."""
+    if found := sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]:
+        return found
+    raise CalibeamError(f"no file matches {pattern}")
 
 
 def is_readable(path: Path) -> bool:
@@ -112,7 +157,7 @@ class _Expansion:
     """Counts what comes out of a file, and stops where no honest one would have that much in it."""
 
     def __init__(self, path: Path) -> None:
-        self._path, self._left = path, max(LONGEST_DOCUMENT, MOST_EXPANSION * path.stat().st_size)
+        self._path, self._left = path, max(LEAST_EXPANSION, MOST_EXPANSION * path.stat().st_size)
 
     def count(self, size: int) -> None:
         self._left -= size
@@ -157,7 +202,7 @@ def _json(path: Path) -> Iterator[Any]:
         if isinstance(row, dict):
             yield from itertools.chain([row], _json_lines(_lines(stream)))
             return
-        most = max(LONGEST_DOCUMENT, path.stat().st_size)
+        most = max(LONGEST_LINE, path.stat().st_size)  # Python makes up to some 30 times as much of it
         content = first + stream.read(most)
         if len(content) > most:
             raise CalibeamError(
@@ -214,62 +259,18 @@ def _csv(path: Path) -> Iterator[Any]:
 
 
 def _parquet(path: Path) -> Iterator[Any]:
-    """Fewer rows at once where they are long. A small file can say "a gigabyte, a thousand times": it names the text once."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
+    from pyarrow import ArrowException
+
+    from calibeam import parquet
 
     try:
-        expansion = _Expansion(path)
-        with (
-            path.open("rb") as stream,
-            pq.ParquetFile(path) as file,
-            pq.ParquetFile(path, read_dictionary=_texts(file.schema)) as sharing,
-        ):
-            for number in range(file.num_row_groups):
-                group, left = file.metadata.row_group(number), file.metadata.row_group(number).num_rows
-                _check_pages(stream, group, path)
-                widest = max(group.total_byte_size // max(group.num_rows, 1), _longest_shared(sharing, number), 1)
-                size = max(1, min(1024, PARQUET_BATCH // widest))
-                for batch in file.iter_batches(size, row_groups=[number]):
-                    left -= len(batch)
-                    for row in batch.to_pylist():
-                        expansion.count(SHORTEST_ROW + sum(len(value) for value in row.values() if isinstance(value, str)))
-                        yield row
-                if left:
-                    raise CalibeamError(f"{path} claims {group.num_rows:,} rows in group {number} and has {left:,} fewer")
-    except (pa.ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
+        file, expansion = parquet.File(path), _Expansion(path)
+        for number in range(len(file.groups)):
+            for batch in file.batches(number):
+                expansion.count(SHORTEST_ROW * len(batch) + parquet.size_of(batch))
+                yield from batch.to_pylist()
+    except (ArrowException, OSError, ValueError, OverflowError, RecursionError) as error:
         raise CalibeamError(f"{path} cannot be read: {error}") from error
-
-
-def _check_pages(stream: IO[bytes], group: Any, path: Path) -> None:
-    """Refuse what no honest page says of itself, before anything takes it at its word."""
-    for column in map(group.column, range(group.num_columns)):
-        for page in parquet.pages(stream, column):
-            if page.size > max(PARQUET_BATCH, MOST_EXPANSION * page.compressed) or page.values > page.size:
-                raise CalibeamError(
-                    f"{path} has a page of {page.compressed:,} bytes that claims to be {page.size:,}"
-                    + (f", of {page.values:,} values" if page.values else "")
-                )
-
-
-def _texts(schema: Any) -> list[str]:
-    columns = (schema.column(place) for place in range(len(schema)))
-    return [column.path for column in columns if column.physical_type == "BYTE_ARRAY" and column.logical_type.type == "STRING"]
-
-
-def _longest_shared(file: Any, group: int) -> int:
-    """Bytes of the longest text that rows of a group may share."""
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    columns = [column for batch in itertools.islice(file.iter_batches(8, row_groups=[group]), 1) for column in batch.columns]
-    longest = 0
-    for column in columns:
-        while pa.types.is_list(column.type):
-            column = column.values
-        if pa.types.is_dictionary(column.type):
-            longest = max(longest, pc.max(pc.binary_length(column.dictionary)).as_py() or 0)
-    return longest
 
 
 def _text(path: Path) -> Iterator[Any]:
@@ -299,15 +300,3 @@ def _text(path: Path) -> Iterator[Any]:
 READERS: dict[str, Callable[[Path], Iterator[Any]]] = {
     ".jsonl": _jsonl, ".ndjson": _jsonl, ".json": _json, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet, ".txt": _text,
 }  # fmt: skip
-
-
-def _dataset(place: str, *arguments: str, **options: Any) -> Iterator[Any]:
-    """From the Hugging Face Hub, or from local files. No loading script is ever run."""
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise CalibeamError(f"{place} needs the datasets package: pip install 'calibeam[datasets]'") from None
-    try:
-        yield from load_dataset(*arguments, **options)
-    except Exception as error:
-        raise CalibeamError(f"{place} cannot be loaded: {(str(error).strip() or repr(error)).splitlines()[0]}") from error

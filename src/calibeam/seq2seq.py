@@ -53,7 +53,16 @@ DECODING_HEURISTICS: dict[str, tuple[Any, ...]] = {
     "forced_eos_token_id": (None,),
 }
 DEFAULT_NUM_BEAMS = 5
-MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt")
+LONGEST_HEADER = 1 << 24  # bytes: 100,000 tensors
+MANY_LAYERS = 1000
+LAYERS = ("num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers", "num_hidden_layers")
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.spm")
+VOCABULARIES = ("tokenizer.json", "vocab*", "*.model", "*.spm", "*.tokenizer")
+OWN_FILES = (
+    "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer_config.json",
+    "special_tokens_map.json", "added_tokens.json", "merges.txt", *VOCABULARIES,
+)  # fmt: skip
+"""What of a folder is the model and its tokenizer, whatever else somebody keeps there."""
 
 
 class SpecialIds(NamedTuple):
@@ -154,15 +163,20 @@ def locate(name: str | Path) -> Path:
     if path.exists():
         raise CalibeamError(f"{path} is not a model: it has no config.json")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
         return Path(snapshot_download(str(name), allow_patterns=list(MODEL_FILES)))
     except HFValidationError:
         raise CalibeamError(f"no model at {name}: there is no such folder") from None
     except Exception as error:
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise CalibeamError(f"no model at {name}: not a folder, and the Hugging Face Hub says: {reason}") from error
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = f"says: {first}"
+        if isinstance(error, LocalEntryNotFoundError) and not isinstance(error.__cause__, HfHubHTTPError):
+            reason = "cannot be reached"
+        if isinstance(error, RepositoryNotFoundError):
+            reason = "has no such model, or shows it only to those who are logged in"
+        raise CalibeamError(f"no model at {name}: not a folder, and the Hugging Face Hub {reason}") from error
 
 
 def load_config(folder: Path) -> Any:
@@ -171,17 +185,42 @@ def load_config(folder: Path) -> Any:
     if not getattr(config, "is_encoder_decoder", False):
         raise CalibeamError(
             f"{folder} holds a {config.model_type} model, which is not an encoder-decoder: "
-            "calibeam calibrates T5, BART, PEGASUS and their kin"
+            "calibeam calibrates T5, BART, PEGASUS and similar models"
         )
     return config
 
 
+def load_tokenizer(folder: Path) -> Any:
+    """Of a folder without one, transformers makes an empty one, which may even seem to fit."""
+    has_vocabulary = any(file for pattern in VOCABULARIES for file in folder.glob(pattern))
+    try:
+        tokenizer = _load_part(folder, "tokenizer", AutoTokenizer)
+    except CalibeamError:
+        if has_vocabulary:
+            raise
+        tokenizer = None
+    if not has_vocabulary and (tokenizer is None or tokenizer.vocab_files_names):  # one of bytes needs no vocabulary
+        raise CalibeamError(f"{folder} has no tokenizer files: save the tokenizer beside the model, with its save_pretrained")
+    return tokenizer
+
+
+def examine(name: str) -> Any:
+    """The config of a model that `load` will take, as far as can be told without loading its weights."""
+    folder = locate(name)
+    config = load_config(folder)
+    _check_files(folder, config)
+    load_tokenizer(folder)
+    return config
+
+
 def load(folder: Path, *, device: str = "auto", dtype: torch.dtype | None = None) -> Seq2Seq:
-    """Load and check a model. Safetensors only, no remote code; float32 unless told otherwise."""
+    """Load and check a model. Safetensors only, no remote code; float32 unless told otherwise, and never float16."""
+    if dtype == torch.float16:
+        raise CalibeamError("T5 and PEGASUS overflow in float16: use bfloat16 or float32")
     config = load_config(folder)
     model = _load_weights(AutoModelForSeq2SeqLM, folder, config, dtype or torch.float32)
     _fix_sinusoids(model)
-    tokenizer = _load_part(folder, "tokenizer", AutoTokenizer)
+    tokenizer = load_tokenizer(folder)
     _check_tokenizer(model, tokenizer, folder)
     return Seq2Seq(model.to(best_device(device)).eval(), tokenizer)
 
@@ -193,7 +232,7 @@ def load_encoder(folder: Path, *, layers: int = 0, device: str = "auto") -> tupl
         raise CalibeamError(f"{folder} has {config.num_hidden_layers} layers, not {layers}")
     config.num_hidden_layers = layers or config.num_hidden_layers
     model = _load_weights(AutoModel, folder, config, torch.float32, unused="pooler")
-    tokenizer = _load_part(folder, "tokenizer", AutoTokenizer)
+    tokenizer = load_tokenizer(folder)
     encoder = model.get_encoder() if config.is_encoder_decoder else model
     return encoder.to(best_device(device)).eval(), tokenizer
 
@@ -248,11 +287,14 @@ def special_ids(model: Any) -> SpecialIds:
         return getattr(model.config, name, None) if value is None else value
 
     start, pad, eos = find("decoder_start_token_id"), find("pad_token_id"), find("eos_token_id")
-    for name, value in (("decoder_start_token_id", start), ("pad_token_id", pad), ("eos_token_id", eos)):
-        if value is None:
+    ends = tuple(eos) if isinstance(eos, list | tuple) else (eos,)
+    for name, values in (("decoder_start_token_id", (start,)), ("pad_token_id", (pad,)), ("eos_token_id", ends)):
+        if values in ((), (None,)):
             raise CalibeamError(f"the model's generation config and config have no {name}")
+        if any(type(value) is not int for value in values):
+            raise CalibeamError(f"{name} must be a whole number, but is {eos if values is ends else values[0]!r}")
     forced = find("forced_bos_token_id") if model.config.model_type in LANGUAGE_CODE_FAMILIES else None
-    return SpecialIds(start, pad, tuple(eos) if isinstance(eos, list | tuple) else (eos,), forced)
+    return SpecialIds(start, pad, ends, forced)
 
 
 def ignored_heuristics(model: Any) -> list[str]:
@@ -272,7 +314,14 @@ def mention_ignored_heuristics(model: Any) -> None:
     ignored = [] if model in _mentioned else ignored_heuristics(model)
     _mentioned.add(model)
     if ignored:
-        log.warning("the model's generation config asks for %s; calibeam's search applies none of it", ", ".join(ignored))
+        log.warning("the model's generation config asks for %s; calibeam's search does not apply this", ", ".join(ignored))
+
+
+def task_prefixes(config: Any) -> tuple[str, ...]:
+    """What a T5's config says that sources of the tasks it was trained on begin with."""
+    tasks = getattr(config, "task_specific_params", None)
+    found = [task.get("prefix") for task in tasks.values() if isinstance(task, dict)] if isinstance(tasks, dict) else []
+    return tuple(prefix for prefix in found if isinstance(prefix, str) and prefix)
 
 
 def max_positions(config: Any) -> int | None:
@@ -389,12 +438,7 @@ def _load_part(folder: Path, part: str, loader: Any) -> Any:
 
 def _load_weights(auto: Any, folder: Path, config: Any, dtype: torch.dtype, unused: str = "") -> Any:
     """A model whose weights are all there, those of an unused part aside."""
-    if not any(folder.glob("*.safetensors")):
-        raise CalibeamError(
-            f"{folder} has no .safetensors weights. Other formats can run code when loaded and are refused: "
-            "load the model where you trust it and save it again with save_pretrained"
-        )
-    _check_shards(folder)
+    _check_files(folder, config)
     try:
         model, report = auto.from_pretrained(
             folder, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False, output_loading_info=True
@@ -409,8 +453,13 @@ def _load_weights(auto: Any, folder: Path, config: Any, dtype: torch.dtype, unus
     return model
 
 
-def _check_shards(folder: Path) -> None:
-    """An index may only name files of its own folder."""
+def _check_files(folder: Path, config: Any) -> None:
+    """Weights are safetensors, an index may only name files of its own folder, and no layer is there in name alone."""
+    if not any(folder.glob("*.safetensors")):
+        raise CalibeamError(
+            f"{folder} has no .safetensors weights. Other formats can run code when loaded and are refused: "
+            "load the model where you trust it and save it again with save_pretrained"
+        )
     for index in folder.glob("*.index.json"):
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -418,6 +467,27 @@ def _check_shards(folder: Path) -> None:
             raise CalibeamError(f"{index} is not an index of weights: {error!r}") from error
         if outside := sorted(str(name) for name in names if Path(str(name)).name != name or name == ".."):
             raise CalibeamError(f"{index} names a file outside its folder: {outside[0]}")
+    tensors = sum(len(_header(file)) for file in folder.glob("*.safetensors"))
+    layers = max(getattr(config, name, 0) or 0 for name in LAYERS)
+    if layers > max(tensors, MANY_LAYERS):  # each would be made, to be filled with nothing
+        raise CalibeamError(f"the weights in {folder} do not fit its config.json: {layers:,} layers, and {tensors:,} tensors")
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """What is in a file by its names. safetensors takes the last of two with one name; another reader may take the first."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        if len(found := dict(pairs)) < len(pairs):
+            raise ValueError("a name stands there twice")
+        return found
+
+    try:
+        with file.open("rb") as stream:
+            if (length := int.from_bytes(stream.read(8), "little")) > LONGEST_HEADER:
+                raise ValueError(f"it claims to have {length:,} bytes")
+            return json.loads(stream.read(length), object_pairs_hook=once)
+    except (OSError, ValueError, RecursionError) as error:
+        raise CalibeamError(f"{file.parent} does not load: the header of {file.name} is damaged: {error}") from error
 
 
 def not_finite(weights: Iterable[tuple[str, Tensor]]) -> list[str]:
@@ -434,9 +504,11 @@ def _check_tokenizer(model: Any, tokenizer: Any, folder: Path) -> None:
     ids = special_ids(model)
     rows = model.get_input_embeddings().num_embeddings
     highest = max(tokenizer.get_vocab().values(), default=-1)
-    for name, one in (("decoder_start_token_id", ids.start), ("forced_bos_token_id", ids.forced_first)):
-        if one is not None and not 0 <= one < rows:
-            raise CalibeamError(f"{name} of {folder} is {one}, but the model has {rows} embeddings")
+    named = {"decoder_start_token_id": (ids.start,), "pad_token_id": (ids.pad,), "eos_token_id": ids.eos}
+    for name, some in {**named, "forced_bos_token_id": (ids.forced_first or 0,)}.items():
+        for one in some:
+            if not 0 <= one < rows:
+                raise CalibeamError(f"{name} of {folder} is {one}, but the model has {rows} embeddings")
     if highest >= rows:
         raise CalibeamError(
             f"the tokenizer in {folder} does not fit the model: it has ids up to {highest}, the model {rows} embeddings"

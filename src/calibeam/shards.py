@@ -11,14 +11,16 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import platform
 import signal
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, Protocol
 
 from calibeam import display, signals, store
@@ -33,7 +35,7 @@ MOST_TRIES = 5
 """Of a shard on Ray: what has ended so many workers will end the next one too."""
 
 Facts = dict[str, Any]
-"""Of a shard: `counts` to be added up, and `notes`."""
+"""Of a shard: `counts` to be added up, numbers of any kind, and `notes`, texts that are told once whatever shards have them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +45,11 @@ class EngineConfig(StageConfig):
     device: str = option("auto", "auto, cpu or cuda", identity=False)
     engine: str = option("local", "local: this process; ray: workers on a Ray cluster", choices=lambda: ENGINES, identity=False)
     workers: int = option(0, "for ray: workers; 0 for as many as the cluster has room for", at_least=0, identity=False)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.engine == "ray" and not (find_spec("ray") and find_spec("pandas")):
+            raise CalibeamError("engine=ray needs Ray and what its datasets need: pip install 'calibeam[ray]'")
 
 
 class Maker(Protocol):
@@ -58,17 +65,26 @@ class Maker(Protocol):
     def make(self, inputs: dict[str, Any], advance: Callable[..., None]) -> tuple[list[dict[str, Any]], Facts]: ...
 
 
-def fill(output: store.Output, table: store.Shards, maker: Maker, total: int, description: str) -> Counter[str]:
-    """Write all shards of `total` inputs, but for those that are there; the sum of their counts."""
-    number, counts, notes = -(-total // SIZE), Counter[str](), dict[str, None]()
+def fill(table: store.Shards, maker: Maker, total: int, description: str) -> tuple[Counter[str], list[str]]:
+    """Write all shards of `total` inputs, but for those that are there; the sum of their counts, and their notes.
+
+    The sum is the same in whatever order workers end: `fsum` rounds but once.
+    """
+    number, done, counts, notes = len(numbers(total)), 0, defaultdict[str, list[Any]](list), dict[str, None]()
     with display.Bar(description, total) as bar:
         for facts in ENGINES[maker.config.engine](maker, table, number, bar.advance):
-            counts.update(facts["counts"])
+            for name, value in facts["counts"].items():
+                counts[name].append(value)
             notes |= dict.fromkeys(facts["notes"])
-            bar.reach(counts["sources"])
+            done += facts["counts"]["sources"]
+            bar.reach(done)
     table.drop_from(number)
-    output.notes += notes
-    return counts
+    return Counter({name: type(values[0])(math.fsum(values)) for name, values in counts.items()}), [*notes]
+
+
+def numbers(total: int, size: int | None = None) -> range:
+    """Of the shards of so many inputs, in this process's size if no other is told."""
+    return range(-(-total // (size or SIZE)))
 
 
 def in_process(maker: Maker, table: store.Shards, number: int, advance: Callable[..., None]) -> Iterator[Facts]:
@@ -90,7 +106,7 @@ def on_ray(maker: Maker, table: store.Shards, number: int, advance: Callable[...
         if not (room or config.workers):
             raise CalibeamError(f"the Ray cluster has no room for a worker, which needs {needs}; it has {there}")
         config = dataclasses.replace(config, device="cuda" if on_gpus else "cpu")
-        worker = (dataclasses.replace(maker, config=config), table, threads, store.versions())  # type: ignore[type-var]
+        worker = (dataclasses.replace(maker, config=config), table, threads, store.deciding_versions())  # type: ignore[type-var]
         pool = ray.data.ActorPoolStrategy(size=min(config.workers or room, max(number, 1)), max_tasks_in_flight_per_actor=2)
         shards = ray.data.from_items([{"shard": one} for one in range(number)], override_num_blocks=min(number, MOST_TASKS) or 1)
         for made in shards.map(Worker, fn_constructor_args=worker, compute=pool, **needs).iter_rows():
@@ -105,12 +121,15 @@ ENGINES: dict[str, Callable[[Maker, store.Shards, int, Callable[..., None]], Ite
 }
 
 
-def make(maker: Maker, table: store.Shards, shard: int, advance: Callable[..., None]) -> Facts:
+def make(
+    maker: Maker, table: store.Shards, shard: int, advance: Callable[..., None], begin: Callable[[int], None] = lambda _: None
+) -> Facts:
     """A shard, if it is not there already: as it will be read, not as it was made."""
     inputs = maker.inputs(shard)
     ids = [*inputs]
     facts = table.facts(shard, ids)
     if facts is None:
+        begin(shard)
         table.write(shard, *maker.make(inputs, advance))
         facts = table.facts(shard, ids)
         assert facts is not None
@@ -130,8 +149,7 @@ class Worker:
         facts, problem = "", ""
         try:
             self._check()
-            self._try(row["shard"])
-            facts = json.dumps(make(self._maker, self._table, row["shard"], lambda *_: None))
+            facts = json.dumps(make(self._maker, self._table, row["shard"], lambda *_: None, self._try))
         except (CalibeamError, OSError) as error:
             known = error if isinstance(error, CalibeamError) else store.problem_of_disk(error, self._table.folder)
             if not known:
@@ -143,17 +161,16 @@ class Worker:
         """This machine has what the one that asked has."""
         if not self._table.folder.is_dir():
             raise CalibeamError(f"{self._table.folder} is not there: every machine of the cluster must have the same storage")
-        here = store.versions()
-        for name in store.DECIDING:
-            if here.get(name) != self._versions.get(name):
-                raise CalibeamError(f"{name} is {here.get(name)} there, and {self._versions.get(name)} where the run was started")
+        for name, version in store.deciding_versions().items():
+            if version != self._versions.get(name):
+                raise CalibeamError(f"{name} is {version} there, and {self._versions.get(name)} where the run was started")
 
     def _try(self, shard: int) -> None:
         with (self._table.folder / f".{self._table.name}-{shard:05}.tried").open("ab") as file:
             file.write(b".")
             if file.tell() > MOST_TRIES:
                 raise CalibeamError(
-                    f"shard {shard} was begun {MOST_TRIES} times, and each time its worker died: is there too little memory? "
+                    f"shard {shard} was started {MOST_TRIES} times, and each time its worker died: is there too little memory? "
                     f"Try a smaller batch_size"
                 )
 
@@ -162,11 +179,9 @@ class Worker:
 def _cluster() -> Iterator[Any]:
     """Ray on the cluster that RAY_ADDRESS names or that this machine is part of, or else one on this machine meanwhile."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    try:
-        import ray
-        import ray.data
-    except ImportError:
-        raise CalibeamError("engine=ray needs Ray: install calibeam[ray]") from None
+    import ray
+    import ray.data
+
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     ray.data.DataContext.get_current().enable_progress_bars = False
     if ray.is_initialized():

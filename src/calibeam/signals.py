@@ -6,13 +6,17 @@ be a pity to lose, a training step and its checkpoint, is finished first (`postp
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType
+from typing import TypeVar
 
+Found = TypeVar("Found")
 STOPPING = (signal.SIGTERM, signal.SIGINT)
 
 _asked: signal.Signals | None = None
@@ -29,7 +33,7 @@ class Stopped(BaseException):
 
 @contextmanager
 def listening() -> Iterator[None]:
-    """Meanwhile, a signal that asks for the end raises Stopped."""
+    """Meanwhile, a signal that asks for the end raises Stopped. Those that are ignored at the end stay so."""
     global _asked
     before = [(number, signal.signal(number, _ask)) for number in STOPPING]
     try:
@@ -37,7 +41,8 @@ def listening() -> Iterator[None]:
     finally:
         _asked = None
         for number, handler in before:
-            signal.signal(number, handler)
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                signal.signal(number, handler)
 
 
 @contextmanager
@@ -64,10 +69,33 @@ def heed(number: int) -> None:
         raise Stopped(signal.Signals(number))
 
 
+def aside(function: Callable[[], Found]) -> Found:
+    """`function()` in a thread of its own, for a library that works for long and hears no signal: this thread does."""
+    found: Future[Found] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(function())
+        except BaseException as error:
+            found.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    try:
+        return found.result()
+    except Stopped as stop:
+        atexit.register(os._exit, stop.exit_code)  # the library is still at work, and must not see the interpreter go
+        raise
+
+
 def ignore() -> None:
     """On the way out there is nothing more to stop."""
     for number in STOPPING:
         signal.signal(number, signal.SIG_IGN)
+
+
+def leave_to_main_thread() -> None:
+    """In another thread: none reaches it, nor a process that it starts, before that one can say `leave_to_parent`."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
 
 
 def leave_to_parent() -> None:

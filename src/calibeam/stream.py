@@ -10,7 +10,7 @@ import dataclasses
 from bisect import bisect_right
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from io import BytesIO
@@ -153,14 +153,16 @@ class Stream:
         self._waiting: list[Example] = []
         self._buffer: list[Example] = []
         self._pool: ProcessPoolExecutor | None = None
-        self._thread = ThreadPoolExecutor(1)
+        self._thread = ThreadPoolExecutor(1, initializer=signals.leave_to_main_thread)
         self._made: Iterator[tuple[int, int, list[Example], Counter[str]]] | None = None
         self._next: Future[tuple[list[Example], Snapshot]] | None = None
+        self._closed = False
 
     def __enter__(self) -> Stream:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._closed = True
         self._thread.shutdown(cancel_futures=True)
         if self._pool:
             self._pool.shutdown(cancel_futures=True)
@@ -173,9 +175,12 @@ class Stream:
         self._waiting, self._buffer = [*snapshot.waiting], [*snapshot.buffer]
 
     def batch(self) -> tuple[list[Example], Snapshot]:
-        """The next batch, and where the stream stands after it."""
-        ready = self._next or self._thread.submit(self._batch)
-        found = ready.result()
+        """The next batch, and where the stream stands after it. A signal ends the wait for the first: nothing is lost."""
+        if self._next is None:
+            self._next = self._thread.submit(self._batch)
+            while wait([self._next], timeout=0.2).not_done:
+                signals.heed(signals.asked())
+        found = self._next.result()
         self._next = self._thread.submit(self._batch)
         return found
 
@@ -204,6 +209,8 @@ class Stream:
             number, chunk = 0, []
             for file in (self._files[index] for index in order):
                 for text in read(file, self._config):
+                    if self._closed:
+                        return
                     number += 1
                     if number > done:
                         chunk.append((number, text))

@@ -61,7 +61,7 @@ class Trackers:
             yield
         except Exception as error:
             self._told.pop(name, None)
-            display.say(f"{name} failed and is told no more; log.jsonl has all figures. {error!r}", style="yellow")
+            display.say(f"{name} failed and gets no more figures; log.jsonl has all of them. {error!r}", style="yellow")
 
 
 @contextmanager

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
+import os
+import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from calibeam import display, distributed, signals, store, trackers
+import numpy as np
+
+from calibeam import display, distributed, shards, signals, store, trackers
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError
 
@@ -22,10 +30,13 @@ if TYPE_CHECKING:
     from calibeam.checkpoint import Position
     from calibeam.engine.graphs import Batch
     from calibeam.engine.packing import Forced, Source
+    from calibeam.engine.sharding import Sharded
     from calibeam.seq2seq import Ids, Seq2Seq
 
 OPTIMIZERS = {"adamw": "AdamW", "adafactor": "Adafactor"}
 SCHEDULES = ("constant_with_warmup", "linear", "cosine", "inverse_sqrt")
+FEW_STEPS = 10
+"""With fewer, hardly anything is learnt, and a user should know."""
 SELECTIONS = {"perplexity": -1, "rouge": +1}
 """What a checkpoint is chosen by on the validation split, and which way is better."""
 
@@ -45,14 +56,19 @@ class TrainingConfig(StageConfig):
     max_target_length: int = option(128, "target tokens; longer targets are cut", at_least=1)
     seed: int = option(0, "of shuffling, dropout and sampling", at_least=0)
     save_steps: int = option(
-        500, "steps between checkpoints to go on from; one follows every validation too", at_least=1, identity=False
+        500, "steps between checkpoints to resume from; every validation saves one, too", at_least=1, identity=False
     )
     report_to: tuple[str, ...] = option(
-        (), "also tell the figures of steps and validations to these", choices=lambda: trackers.NEEDS, identity=False
+        (), "also report the figures of steps and validations to these", choices=lambda: trackers.NEEDS, identity=False
     )
     cuda_graphs: bool = option(True, "on a GPU, record the work of each shape once and replay it", identity=False)
-    shard_optimizer: bool = option(
-        False, "of several processes, each holds a share of the optimizer's state, and not all of it", identity=False
+    gradient_checkpointing: bool = option(
+        False,
+        "keep what goes into each block, and compute the rest again for its gradients: less memory, more work",
+        identity=False,
+    )
+    shard_model: bool = option(
+        False, "of several processes, each holds a share of weights, gradients and optimizer, by FSDP2", identity=False
     )
     device: str = option("auto", "auto, cpu or cuda", identity=False)
 
@@ -67,9 +83,9 @@ class ExamplesConfig(TrainingConfig):
 
     data: str = option(help="the folder written by prepare", identity=False)
     num_train_epochs: float = option(1.0, "passes over the training data", above=0)
-    max_steps: int = option(0, "stop after so many steps; 0 for all epochs", at_least=0)
+    max_steps: int = option(0, "stop after this many steps; 0 for all epochs", at_least=0)
     eval_steps: int = option(0, "steps between validations; 0 for one per epoch", at_least=0)
-    patience: int = option(0, "stop after so many validations without improvement; 0 for never", at_least=0)
+    patience: int = option(0, "stop after this many validations without improvement; 0 for never", at_least=0)
     select_examples: int = option(500, "validation examples to select by, chosen by a hash of their id; 0 for all", at_least=0)
     select_num_beams: int = option(5, "beams when selecting by ROUGE", at_least=1)
 
@@ -107,6 +123,65 @@ class Item(NamedTuple):
     """What `Problem.batch` takes."""
 
 
+class Compact:
+    """Rows of numbers, one after another in one array: a token takes 4 bytes, where Python's own lists take 36."""
+
+    def __init__(self, kind: str = "i") -> None:
+        """kind: as in `array`."""
+        self._numbers, self._ends = array(kind), array("q", [0])
+
+    def append(self, row: Iterable[float]) -> None:
+        self._numbers.extend(row)  # type: ignore[arg-type]
+        self._ends.append(len(self._numbers))
+
+    def __len__(self) -> int:
+        return len(self._ends) - 1
+
+    def __getitem__(self, place: int) -> np.ndarray:
+        return self._view[self._ends[place] : self._ends[place + 1]]
+
+    def places(self, place: int) -> range:
+        """Of the numbers of a row, among all."""
+        return range(self._ends[place], self._ends[place + 1])
+
+    @property
+    def mean_length(self) -> float:
+        return len(self._numbers) / len(self)
+
+    @cached_property
+    def _view(self) -> np.ndarray:
+        return np.frombuffer(self._numbers, self._numbers.typecode)
+
+
+class Pairs(Sequence[Item]):
+    """The sources and targets to train on, as token ids. Of the texts, no more than some are held at a time."""
+
+    def __init__(self, model: Seq2Seq, pairs: Iterable[tuple[str, str, str]], config: ExamplesConfig, *, by_token: bool) -> None:
+        """pairs: names, sources, targets. by_token: a pair counts as many times as its target has tokens, not once."""
+        self._names, self.sources, self.targets, self._by_token = Compact("B"), Compact(), Compact(), by_token
+        self.cut = Counter({"sources_cut": 0, "targets_cut": 0})
+        left = iter(pairs)
+        while some := [*itertools.islice(left, shards.SIZE)]:
+            names, sources, targets = zip(*some, strict=True)
+            source_ids, sources_cut = model.encode_sources(sources, config.max_source_length)
+            target_ids, targets_cut = model.encode_targets(targets, config.max_target_length)
+            self.cut.update({"sources_cut": sources_cut, "targets_cut": targets_cut})
+            for name, source, target in zip(names, source_ids, target_ids, strict=True):
+                self._names.append(name.encode())
+                self.sources.append(source)
+                self.targets.append(target)
+
+    def __len__(self) -> int:
+        return len(self.sources)
+
+    def __getitem__(self, place: Any) -> Any:
+        weight = len(self.targets[place]) if self._by_token else 1
+        return Item(self.name(place), len(self.sources[place]), weight, place)
+
+    def name(self, place: int) -> str:
+        return self._names[place].tobytes().decode()
+
+
 class Batches(Protocol):
     def next(self) -> Sequence[Item]: ...
 
@@ -130,6 +205,8 @@ class Problem(NamedTuple):
     dropout: bool
     shown: Mapping[str, str]
     """The figures to show as it goes, and what to call them."""
+    frozen: Any = None
+    """Another model that the loss reads, if there is one."""
     drift: Callable[[Mapping[str, float]], float] | None = None
     """How many times less likely a token of a target is, by a step's figures."""
 
@@ -142,9 +219,12 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
     """
     from calibeam import checkpoint
 
+    store.must_agree(str(output.path), {"device": model.device.type})  # a machine may have lost sight of its GPU
+    output.temporary = checkpoint.FILES
     select = plan.select
+    sharded = _shard(model, config, problem)
     optimizer, schedule = make_optimizer(model, config, plan.steps)
-    step, state = 0, _Progress()
+    step, state, kept = 0, _Progress(), _Kept(output.folder)
 
     def log(kind: str, figures: dict[str, float]) -> None:
         if distributed.is_first():
@@ -153,24 +233,31 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
 
     def validate(shown: str) -> None:
         model.eval()
-        figures = problem.validate()
-        if figures:
-            log("validation", figures)
-            display.say(f"  step {step}: {shown}validation " + _show(figures))
-        if state.judge(figures, step, plan):
-            distributed.by_first(keep)
+        with whole():
+            figures = problem.validate()
+            if figures:
+                log("validation", figures)
+                display.say(f"  step {step}: {shown}validation " + _show(figures))
+            if state.judge(figures, step, plan):
+                distributed.by_first(keep)
 
     def keep() -> None:
-        problem.save(output.folder / "model")
+        problem.save(kept.emptied(step) / "model")
+
+    def whole() -> AbstractContextManager[None]:
+        """Where the model has all its weights."""
+        return sharded.whole() if sharded else nullcontext()
 
     def save() -> None:
         facts = {"step": step, "progress": dataclasses.asdict(state)}
-        checkpoint.save(output.folder, facts, model, optimizer, schedule, problem.batches.position())
+        checkpoint.save(output.folder, facts, model, optimizer, schedule, problem.batches.position)
+        distributed.by_first(lambda: kept.clear(state.best_step))
 
     if found := checkpoint.load(output.folder, model, optimizer, schedule):
         step, state = found[0]["step"], _Progress(**found[0]["progress"])
+        kept.known = state.best_step
         problem.batches.restore(found[1])
-        display.say(f"  going on after step {step}")
+        display.say(f"  resuming after step {step}")
     if distributed.highest(step) != -distributed.highest(-step):
         raise CalibeamError(
             f"processes find different checkpoints in {output.folder}: it must be on a disk that all of them share"
@@ -180,8 +267,9 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
         output.keep_log(lambda record: record["step"] < step or (record["step"] == step and "train" in record))
     if (parts := math.ceil(config.batch_size / config.micro_batch_size)) < distributed.size():
         idle = f"{distributed.size() - parts} of {distributed.size()} processes have nothing to do"
-        display.say(f"  a step is {parts} micro-batches: {idle}. Give a smaller micro_batch_size", style="yellow")
-    update = TrainingStep(model, config, problem, optimizer)
+        display.say(f"  a step is {parts} micro-batches: {idle}. Set a smaller micro_batch_size", style="yellow")
+    _tell_length(plan, config, output)
+    update = TrainingStep(model, config, problem, optimizer, sharded)
     shown, told_by_first = "", config.report_to if distributed.is_first() else ()
     with (
         signals.postponed() if distributed.size() > 1 else nullcontext(),  # until all know of it
@@ -192,6 +280,7 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
         while True:
             if plan.validates(step):
                 validate(shown)
+                signals.heed(distributed.highest(signals.asked()))
             if stop := state.stop(plan):
                 output.notes.append(f"stopped at step {step}: {stop}")
                 display.say(f"  {output.notes[-1]}", style="yellow")
@@ -206,27 +295,72 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
                 figures["learning_rate"] = schedule.get_last_lr()[0]
                 schedule.step()
                 log("train", figures)
-                shown = f"{len(batch) / seconds:.4g} examples/s  "  # not in the log, which is the same for the same run
+                shown = (
+                    f"{display.number(len(batch) / seconds)} examples/s  "  # not in the log, which is the same for the same run
+                )
                 shown += _show({called: figures[name] for name, called in problem.shown.items()}) + "  "
                 bar.advance(figures=shown)
                 state.drift = problem.drift(figures) if problem.drift else 1.0
                 asked = distributed.highest(signals.asked())
                 if plan.validates(step) or step % config.save_steps == 0 or asked:
-                    distributed.collect(optimizer)
-                    distributed.by_first(save)
+                    save()
             signals.heed(asked)
     model.eval()
     output.counts["steps"] = step
     if select is None:
-        distributed.by_first(keep)
-    else:
+        with whole():
+            distributed.by_first(keep)
+    distributed.by_first(lambda: kept.publish(step if select is None else state.best_step))
+    if select is not None:
         output.counts |= {"best_step": state.best_step, f"best_{select}": SELECTIONS[select] * state.best}
         if state.best_step == 0:
-            output.notes.append("no step improved on the starting point by the selection metric; it is kept unchanged")
+            output.notes.append("no step was better on validation than the starting point, which is kept unchanged")
             display.say(f"  {output.notes[-1]}", style="yellow")
         else:
             display.say(f"  kept step {state.best_step}, the best by validation {select}")
-    distributed.by_first(lambda: checkpoint.remove(output.folder))
+
+
+def _tell_length(plan: Plan, config: TrainingConfig, output: store.Output) -> None:
+    display.say(f"  {plan.steps:,} steps of {config.batch_size:,} examples, with a validation every {plan.every:,}")
+    if plan.steps < FEW_STEPS and isinstance(config, ExamplesConfig):
+        stage, epochs = output.kind, config.num_train_epochs
+        more = f"lower {stage}.batch_size ({config.batch_size}) or raise {stage}.num_train_epochs ({epochs:g})"
+        more = f"raise {stage}.max_steps ({config.max_steps})" if config.max_steps else more
+        output.notes.append(f"very few steps ({plan.steps}): for more, {more}")
+        display.say(f"  {output.notes[-1]}", style="yellow")
+
+
+class _Kept:
+    """The weights that were best, by their step. Those that a checkpoint knows of stay until a newer one knows of others: a run
+    that was stopped between the two finds them as it left them."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.known = 0
+        """The step that the last checkpoint has for the best."""
+
+    def emptied(self, step: int) -> Path:
+        """Where those of a step go, without what a run that was killed there left."""
+        shutil.rmtree(self._place(step), ignore_errors=True)
+        return self._place(step)
+
+    def clear(self, best: int) -> None:
+        """All but those that one of the last two checkpoints knows."""
+        for place in self._folder.glob("best-*"):
+            if place not in (self._place(best), self._place(self.known)):
+                shutil.rmtree(place)
+        self.known = best
+
+    def publish(self, best: int) -> None:
+        """As the result. A run that was stopped in here has done some of it, or all."""
+        for part in self._place(best).glob("*"):
+            shutil.rmtree(self._folder / part.name, ignore_errors=True)
+            os.replace(part, self._folder / part.name)
+        for place in self._folder.glob("best-*"):
+            shutil.rmtree(place)
+
+    def _place(self, step: int) -> Path:
+        return self._folder / f"best-{step:09}"
 
 
 @dataclass
@@ -261,7 +395,7 @@ class _Progress:
             return f"{self.worse} validations without improvement"
         if not plan.max_drift:
             return ""
-        if self.perplexity > plan.max_drift * self.first_perplexity:
+        if not self.perplexity <= plan.max_drift * self.first_perplexity:  # nor is it where it is no number
             times = self.perplexity / self.first_perplexity
             return f"perplexity on validation is {times:.3g} times what it was, above max_drift, which is {plan.max_drift:g}"
         if self.drift > plan.max_drift:
@@ -280,16 +414,24 @@ def autocast(device: torch.device) -> AbstractContextManager[Any]:
     return torch.autocast(device.type, torch.bfloat16) if fast_dtype(device) is torch.bfloat16 else nullcontext()
 
 
+def batch_of_sources(model: Seq2Seq, sources: Sequence[Ids], config: TrainingConfig) -> dict[str, Any]:
+    """On the host."""
+    input_ids, mask = model.roomy_batch(sources, config.max_source_length, per_octave=2)
+    return {"input_ids": input_ids, "mask": mask, "whole": bool(mask.all())}
+
+
 def batch_of_pairs(model: Seq2Seq, sources: Sequence[Ids], targets: Sequence[Ids], config: TrainingConfig) -> dict[str, Any]:
     """Sources and a target of each, on the host."""
+    target, mask = (each[:, None] for each in model.roomy_batch(targets, config.max_target_length))
+    return batch_of_sources(model, sources, config) | planned_targets(model, target, mask)
+
+
+def planned_targets(model: Seq2Seq, target: Tensor, mask: Tensor) -> dict[str, Any]:
+    """What `forced` reads beside the sources. [batch, 1, length] each"""
     from calibeam.engine.packing import plan
 
-    input_ids, mask = model.roomy_batch(sources, config.max_source_length, per_octave=2)
-    target, target_mask = (each[:, None] for each in model.roomy_batch(targets, config.max_target_length))
-    return {
-        "input_ids": input_ids, "mask": mask, "whole": bool(mask.all()), "target": target, "target_mask": target_mask,
-        "target_plan": plan(target, target_mask, model.model.config.hidden_size, model.device),
-    }  # fmt: skip
+    planned = plan(target, mask, model.model.config.hidden_size, model.device)
+    return {"target": target, "target_mask": mask, "target_plan": planned}
 
 
 def encoded(model: Any, batch: Batch) -> Source:
@@ -310,22 +452,29 @@ class TrainingStep:
     """One update from the mean loss over a batch, computed some examples of similar length at a time.
 
     Which examples go together, and the random numbers of each, depend on the batch alone: several processes take turns, and what
-    they found is added up. One that has no turn computes what counts nothing, so that all have gradients of the same parameters.
+    they found is added up. One that has no turn where others have computes what counts nothing, so that all gather the same
+    weights, and have gradients of the same parameters.
     """
 
-    def __init__(self, model: Any, config: TrainingConfig, problem: Problem, optimizer: Any) -> None:
+    def __init__(
+        self, model: Any, config: TrainingConfig, problem: Problem, optimizer: Any, sharded: Sharded | None = None
+    ) -> None:
         from calibeam import families
         from calibeam.engine.graphs import Recorded
 
         self._model, self._config, self._problem, self._optimizer = model, config, problem, optimizer
-        self._names: list[str] = []
+        self._sharded, self._names = sharded, list[str]()
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._blocks = families.blocks(model)
-        known = bool(self._blocks)  # of others nobody knows whether they wait for the GPU
-        self._add_gradients = Recorded(self._backward, model.device, enabled=config.cuda_graphs and known)
+        if config.gradient_checkpointing:
+            model.gradient_checkpointing_enable()
+        # Of unknown families nobody knows whether they wait for the GPU. Sharding does, and so does noise that is drawn again.
+        recorded = config.cuda_graphs and self._blocks and not sharded and not config.gradient_checkpointing
+        self._add_gradients = Recorded(self._backward, model.device, enabled=bool(recorded))
 
     def __call__(self, batch: Sequence[Item], step: int) -> dict[str, float]:
         import torch
+        from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
         batch, size = sorted(batch, key=lambda item: item.length), self._config.micro_batch_size
         weight = sum(item.weight for item in batch)
@@ -334,12 +483,16 @@ class TrainingStep:
         parts = [slice(start, start + size) for start in range(0, len(batch), size)]
         turns = slice(distributed.rank(), None, distributed.size())
         own = parts[turns]
-        idle = [] if own else [self._part(batch[:1], seeds[:1], math.inf)]
-        found = torch.stack([self._part(batch[of], seeds[of], weight) for of in own] or idle)
+        idle = math.ceil(len(parts) / distributed.size()) - len(own)
+        taken = [(of, weight) for of in own] + [(slice(1), math.inf)] * idle
+        found = torch.stack([self._part(batch[of], seeds[of], counts) for of, counts in taken])
         values = found.new_zeros(len(parts), found.shape[1])
         values[turns] = found[: len(own)]
-        distributed.add_up([*(p.grad for p in self._parameters if p.grad is not None), values])
-        norm = torch.nn.utils.clip_grad_norm_(self._model.parameters(), self._config.max_grad_norm)
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+        distributed.add_up([values] if self._sharded else [*gradients, values])
+        norm: Any = get_total_norm(gradients)
+        norm = norm.full_tensor() if self._sharded else norm
+        clip_grads_with_norm_(self._parameters, self._config.max_grad_norm, norm)
         for of, loss in zip(parts, values[:, 0].tolist(), strict=True):
             if not math.isfinite(loss):
                 raise _not_finite("loss", loss, step, batch[of])
@@ -362,9 +515,13 @@ class TrainingStep:
 
         from calibeam.engine.ops import cast_at_once
 
-        with autocast(self._model.device), cast_at_once(self._blocks):
-            figures = self._problem.loss(batch)
-        add_gradients(figures["loss"] / batch["weight"], self._parameters)
+        with autocast(self._model.device), cast_at_once([] if self._sharded else self._blocks):
+            figures = self._sharded(lambda: self._problem.loss(batch)) if self._sharded else self._problem.loss(batch)
+        loss = figures["loss"] / batch["weight"]
+        if self._sharded:
+            loss.backward()  # FSDP2 looks for gradients where this leaves them
+        else:
+            add_gradients(loss, self._parameters)
         self._names = list(figures)
         return torch.stack([value.detach().float() for value in figures.values()])
 
@@ -410,7 +567,7 @@ class Shuffled:
     def __init__(self, items: Sequence[Item], batch_size: int, seed: int) -> None:
         self._items, self._batch_size, self._seed = items, batch_size, seed
         self._given = 0
-        self._order: tuple[int, list[int]] | None = None
+        self._order: tuple[int, Tensor] | None = None
 
     def next(self) -> Sequence[Item]:
         import torch
@@ -418,10 +575,10 @@ class Shuffled:
         epoch, place = divmod(self._given, math.ceil(len(self._items) / self._batch_size))
         if self._order is None or self._order[0] != epoch:
             generator = torch.Generator().manual_seed(mixed(self._seed, epoch))
-            self._order = epoch, torch.randperm(len(self._items), generator=generator).tolist()
+            self._order = epoch, torch.randperm(len(self._items), generator=generator)
         self._given += 1
         start = place * self._batch_size
-        return [self._items[index] for index in self._order[1][start : start + self._batch_size]]
+        return [self._items[index] for index in self._order[1][start : start + self._batch_size].tolist()]
 
     def position(self) -> Position:
         from calibeam.checkpoint import Position
@@ -436,17 +593,30 @@ def make_optimizer(model: Any, config: TrainingConfig, steps: int) -> tuple[Any,
     import torch
     from transformers import get_scheduler
 
-    optimizer_class, sharded = getattr(torch.optim, OPTIMIZERS[config.optimizer]), config.shard_optimizer
+    from calibeam.engine import sharding
+
+    optimizer_class: Any = getattr(torch.optim, OPTIMIZERS[config.optimizer])
     settings = {"lr": config.learning_rate, "weight_decay": config.weight_decay}
-    if config.optimizer == "adamw" and model.device.type == "cuda" and not sharded:
+    if config.optimizer == "adamw" and model.device.type == "cuda":
         settings["fused"] = True
-    if sharded:
-        optimizer = distributed.sharded(optimizer_class, model.parameters(), **settings)
-    else:
-        optimizer = optimizer_class(model.parameters(), **settings)
+    if config.optimizer == "adafactor" and is_sharded(config):
+        optimizer_class = sharding.Adafactor
+    optimizer = optimizer_class(model.parameters(), **settings)
     schedule = get_scheduler(config.lr_scheduler_type, optimizer, num_warmup_steps=config.warmup_steps, num_training_steps=steps)
     return optimizer, schedule
 
 
+def is_sharded(config: TrainingConfig) -> bool:
+    return config.shard_model and distributed.size() > 1
+
+
+def _shard(model: Any, config: TrainingConfig, problem: Problem) -> Sharded | None:
+    if not is_sharded(config):
+        return None
+    from calibeam.engine.sharding import Sharded
+
+    return Sharded(model, problem.frozen)
+
+
 def _show(figures: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in figures.items())
+    return "  ".join(f"{name} {display.number(value)}" for name, value in figures.items())

@@ -325,3 +325,32 @@ def test_logits_of_more_than_a_chunk_are_never_held(monkeypatch: pytest.MonkeyPa
         forced = force(model, ids, mask, tokens, kept)
         (forced.log_p().sum() + forced.regularization(REGULARIZERS["cross_entropy"], None).sum()).backward()
     assert 0 < largest <= 32  # 8, or the transposed head of size 32, or the 9 tokens of one target
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("shared", [True, False], ids=["tree", "plain"])
+def test_gradient_checkpointing_gives_the_same_bits_and_keeps_less(family: str, shared: bool) -> None:
+    """With dropout, which has to be drawn again as it was."""
+    model, (ids, mask), (tokens, kept) = tiny_model(family, vocabulary=VOCABULARY).train(), sources(), sequences(shared)
+
+    def run(seed: int = 7) -> tuple[Tensor, dict[str, Tensor], int]:
+        held: dict[int, int] = {}
+
+        def hold(tensor: Tensor) -> Tensor:
+            held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        torch.manual_seed(seed)
+        with torch.autograd.graph.saved_tensors_hooks(hold, lambda tensor: tensor):
+            loss = force(model, ids, mask, tokens, kept).log_p().square().sum()
+        weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        return *gradients(model, lambda: loss), sum(size for place, size in held.items() if place not in weights)
+
+    whole, wanted, most = run()
+    model.gradient_checkpointing_enable()
+    loss, found, least = run()
+    assert torch.equal(loss, whole)
+    assert not torch.equal(loss, run(seed=8)[0])
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(gradient, wanted[name]) for name, gradient in found.items())
+    assert least < most / 3

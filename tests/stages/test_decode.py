@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 import pytest
 
-import calibeam
+import forked
 from calibeam import display, seq2seq, store
 from calibeam.engine import search
 from calibeam.records import CalibeamError
 from calibeam.seq2seq import Seq2Seq
-from calibeam.stages import decode, prepare, score
-from conftest import sentence, tiny_model
+from calibeam.stages import decode, score
+from conftest import prepared, sentence, tiny_model
 
 COUNT, SIZE = 14, 4
 SHARDS = [f"candidates-0000{shard}.parquet" for shard in range(4)]
@@ -37,14 +35,11 @@ Config = Callable[..., decode.Config]
 def places(tmp_path_factory: pytest.TempPathFactory, tokenizer: Any) -> dict[str, str]:
     """Prepared rows, some of them too long, and a model that ends some outputs early."""
     folder = tmp_path_factory.mktemp("decode")
-    rows = [{"id": f"row-{i}", "source": sentence(i, 3 + 5 * i % 19), "target": sentence(i, 2)} for i in range(COUNT)]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    file = str(folder / "rows.jsonl")
-    data = prepare.run(prepare.Config(output=str(folder / "data"), train=file, validation=file))
+    data = prepared(folder, COUNT, words=2)
     model = tiny_model("bart", 4, len(tokenizer))
     model.final_logits_bias[0, tokenizer.eos_token_id] = 5.0
     seq2seq.save(Seq2Seq(model, tokenizer), folder / "model")
-    return {"data": str(data), "model": str(folder / "model")}
+    return {"data": data, "model": str(folder / "model")}
 
 
 @pytest.fixture
@@ -131,40 +126,26 @@ def test_rows_are_in_the_order_of_the_examples_with_method_and_seed(places: dict
     assert found["merged_duplicates"] == 4 * COUNT - found["candidates"] > 0
 
 
-CHILD = """
-import json, sys, time
-from calibeam import display
-from calibeam.stages import decode
+def held_up(settings: dict[str, Any]) -> None:
+    """A run that goes no further in the middle of its third shard."""
+    advance, calls = display.Bar.advance, iter(range(9))
 
-decode.shards.SIZE = 4
-advance, calls = display.Bar.advance, iter(range(9))
+    def stay(bar: Any, *given: Any) -> None:
+        advance(bar, *given)
+        if next(calls, None) is None:
+            time.sleep(600)
 
-def held_up(bar, *given):
-    advance(bar, *given)
-    if next(calls, None) is None:
-        time.sleep(600)
-
-display.Bar.advance = held_up
-decode.run(decode.Config(**json.loads(sys.argv[1])))
-"""
+    display.Bar.advance = stay  # type: ignore[method-assign]
+    decode.shards.SIZE = SIZE
+    decode.run(decode.Config(**settings))
 
 
-def test_fault_01_a_killed_run_goes_on_where_it_stopped(config: Config, undisturbed: Path) -> None:
-    """Killed by the system, in the middle of the third shard."""
+def test_fault_01_a_killed_run_goes_on_where_it_stopped(config: Config, undisturbed: Path, tmp_path: Path) -> None:
     killed = config()
-    environment = {**os.environ, "PYTHONPATH": str(Path(calibeam.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(  # noqa: S603
-        [sys.executable, "-c", CHILD, json.dumps(killed.resolved())], env=environment, stdout=subprocess.DEVNULL
-    ) as child:
-        try:
-            deadline = time.monotonic() + 60
-            while shards(partial(killed)) != SHARDS[:2]:
-                assert child.poll() is None
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
-        finally:
-            child.kill()
-    assert child.returncode == -signal.SIGKILL
+    with forked.Process(tmp_path, held_up, killed.resolved()) as child:
+        child.wait_until(lambda: shards(partial(killed)) == SHARDS[:2])
+        child.signal(signal.SIGKILL)
+        assert child.end() == -signal.SIGKILL
     assert not Path(killed.output).exists()
     before = marks(partial(killed), *SHARDS[:2])
     folder = decode.run(killed)
@@ -195,9 +176,17 @@ def test_a_run_may_be_interrupted_again_and_again(config: Config, undisturbed: P
     check_is(decode.run(config()), undisturbed)
 
 
+def recount(shard: Path) -> None:
+    """Whole, but for what it says of itself."""
+    table = pq.read_table(shard)
+    told = {store.FACTS: table.schema.metadata[store.FACTS].replace(b'"sources": 4', b'"sources": 5')}
+    pq.write_table(table.replace_schema_metadata(told), shard)
+
+
 DAMAGE: dict[str, Callable[[Path, Path], Any]] = {
     "truncated": lambda shard, other: os.truncate(shard, shard.stat().st_size // 2),
     "without its last byte": lambda shard, other: os.truncate(shard, shard.stat().st_size - 1),
+    "with another count": lambda shard, other: recount(shard),
     "rows of another shard": lambda shard, other: shard.write_bytes(other.read_bytes()),
     "missing": lambda shard, other: shard.unlink(),
 }
@@ -230,7 +219,7 @@ def test_fault_15_what_a_run_with_other_settings_left_is_refused_and_thrown_away
     (left / "candidates-00009.parquet").write_bytes((left / SHARDS[0]).read_bytes())
     assert shards(left)[:3] == SHARDS[:3]
     (key, value), now = *other.items(), SETTINGS[next(iter(other))]
-    message = rf"begun by a run that was interrupted, of another making:\n  settings\.{key}: {value} there, {now} now\n.*--force"
+    message = rf"by a run that was interrupted, with other .* or versions:\n  settings\.{key}: {value} before, {now} now\n--force"
     with pytest.raises(CalibeamError, match=message):
         decode.run(config())
     assert shards(left)[:3] == SHARDS[:3]
@@ -253,16 +242,17 @@ def test_shards_of_another_size_are_not_taken_along(config: Config, undisturbed:
     check_is(decode.run(config()), undisturbed)
 
 
+@pytest.mark.parametrize(("place", "name"), [(store, "_json"), (store.Output, "_put_in_place")])
 def test_fault_05_an_error_while_the_folder_is_finished_keeps_the_shards(
-    config: Config, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
+    place: Any, name: str, config: Config, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Files are read once more for their SHA-256, and a disk may be full by then."""
+    """Files are read once more for their SHA-256, and a disk may be full by then; before there is a manifest, and after."""
 
     def full(*_: Any) -> None:
         raise OSError(errno.ENOSPC, "no space left")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store.Output, "_put_in_place", full)
+        patch.setattr(place, name, full)
         with pytest.raises(CalibeamError, match="No space left on device"):
             decode.run(config())
     before = marks(partial(config()), *SHARDS)

@@ -324,8 +324,12 @@ def test_an_exported_adapter_gives_what_was_evaluated(places: Any, tmp_path: Pat
         written = model.generate(**source, num_beams=2, length_penalty=0.0, max_new_tokens=8)[0]
         assert tokenizer.decode(written, skip_special_tokens=True).strip() == row["output"]
     card = (exported / "README.md").read_text()
-    assert f'PeftModel.from_pretrained(model, "{exported.name}").merge_and_unload()' in card
-    assert 'AutoModelForSeq2SeqLM.from_pretrained("tuned")' in card
+    loading = card.partition("```python\n")[2].partition("tokenizer = ")[0]
+    named: dict[str, str] = {}
+    exec(loading, named)
+    assert (named["base"], named["place"]) == ("tuned", exported.name)
+    assert "model = PeftModel.from_pretrained(model, place).merge_and_unload()" in card
+    assert "generate(**inputs, num_beams=5, length_penalty=0.0, max_new_tokens=8)" in card
     assert "| LoRA | rank 2, alpha 16.0, q_proj, fc1 |" in card
     assert str(tmp_path) not in card + (exported / "adapter_config.json").read_text()
     with pytest.raises(CalibeamError, match="is an adapter, not a model"):
@@ -367,7 +371,7 @@ def test_the_settings_are_part_of_the_stages_identity(places: Any, tmp_path: Pat
     assert calibrated(places("t5"), tmp_path / "out") == folder
     assert (folder / store.MANIFEST).read_bytes() == written
     for change in ({"lora_rank": 1}, {"lora_alpha": 1.0}, {"lora_target_modules": ("q",)}, {"lora_save": "adapter"}):
-        with pytest.raises(CalibeamError, match=f"of another making:\n  settings.{next(iter(change))}: "):
+        with pytest.raises(CalibeamError, match=f"made with other settings or inputs:\n  settings.{next(iter(change))}: "):
             calibrated(places("t5"), tmp_path / "out", **change)
 
 
@@ -414,3 +418,8 @@ def test_prompts_that_peft_learnt_are_refused() -> None:
         calibeam.decode(model, ids, ids, num_candidates=2, max_new_tokens=3)
     with pytest.raises(CalibeamError, match="prompts"):
         calibeam.sequence_log_p(model, ids, ids, ids[None])
+
+
+def test_an_adapter_is_not_shared_out() -> None:
+    with pytest.raises(CalibeamError, match="lora_rank trains few weights, which shard_model cannot share out"):
+        calibrate.Config(output="x", data="x", scored="x", model="x", lora_rank=2, shard_model=True)

@@ -166,6 +166,14 @@ def test_references_may_be_a_list_and_in_several_columns(tmp_path: Path, run: An
     assert [example.targets for example in folder.examples("train")] == [("c", "a", "b"), ("e", "d")]
 
 
+def test_neighbours_with_one_source_become_one_example_if_asked_for(tmp_path: Path, run: Any) -> None:
+    texts = [("a", "x"), ("a", "y"), ("a", "x"), ("b", "x"), ("a", "z")]
+    train = jsonl(tmp_path / "train.jsonl", [{"id": i, "source": s, "target": t} for i, (s, t) in enumerate(texts)])
+    merged = [Example("0", "a", ("x", "y")), Example("3", "b", ("x",)), Example("4", "a", ("z",))]
+    assert run(train, merge_sources=True).examples("train") == merged
+    assert [example.source for example in run(train).examples("train")] == ["a", "a", "a", "b", "a"]
+
+
 def test_ids_are_given_as_text_or_whole_numbers_or_else_rows_are_numbered(tmp_path: Path, run: Any) -> None:
     content = [{"source": "s", "target": "t", **given} for given in ({"id": "x"}, {"id": 7}, {"id": None}, {})]
     assert [example.id for example in run(jsonl(tmp_path / "x.jsonl", content)).examples("train")] == ["x", "7", "3", "4"]
@@ -187,11 +195,11 @@ def assert_reported(tmp_path: Path, run_validation: Any, bad: bytes, message: st
     file.write_bytes(line(id="first") + GOOD + bad + GOOD)
     with pytest.raises(CalibeamError) as error:
         run_validation(file)
-    assert str(error.value).startswith(f"{file} has 1 rows that cannot be used:\n  row 3: {message}")
+    assert str(error.value).startswith(f"{file} has 1 row that cannot be used:\n  row 3: {message}")
     folder = run_validation(file, bad_rows="skip")
     assert [example.id for example in folder.examples("validation")] == ["first", "2", "4"]
     assert folder.manifest["counts"]["validation_skipped"] == 1
-    expected = f"{file.name} has 1 rows that cannot be used:\n  row 3: {message}"
+    expected = f"{file.name} has 1 row that cannot be used:\n  row 3: {message}"
     assert any(expected in note for note in folder.manifest["notes"])
 
 
@@ -215,13 +223,13 @@ def test_fault_32_empty_text_is_an_error_or_skipped_and_counted(
 
 WRONG_COLUMNS: Bad = {
     "missing field": (b'{"source": "s", "tgt": "t"}\n', "no field 'target'; it has 'source', 'tgt'"),
-    "number": (line(target=3), "field 'target' is a int, not text"),
-    "object": (line(target={"a": 1}), "field 'target' is a dict, not text"),
+    "number": (line(target=3), "field 'target' is a number, not text"),
+    "object": (line(target={"a": 1}), "field 'target' is an object, not text"),
     "list as source": (line(source=["a"]), "field 'source' is a list, not text"),
-    "number in list": (line(target=["a", 3]), "field 'target' is a int, not text"),
+    "number in list": (line(target=["a", 3]), "field 'target' is a number, not text"),
     "not an object": (b'["s", "t"]\n', "not an object with fields"),
     "just text": (b'"s"\n', "not an object with fields"),
-    "id of another type": (line(id=1.5), "field 'id' is a float, not text or a whole number"),
+    "id of another type": (line(id=1.5), "field 'id' is a number, not text or a whole number"),
     "id given twice": (line(id="first"), "field 'id' repeats the id 'first' of row 1"),
 }
 
@@ -267,7 +275,7 @@ def test_fault_42_a_broken_line_is_reported_with_its_number(
 def test_fault_42_one_broken_line_of_very_many_has_its_number(tmp_path: Path, run_validation: Any) -> None:
     file = tmp_path / "rows.jsonl.gz"
     file.write_bytes(gzip.compress(GOOD * 11_233 + GOOD[:-4] + b"\n" + GOOD * 8_766, compresslevel=1))
-    with pytest.raises(CalibeamError, match=r"has 1 rows that cannot be used:\n  row 11234: not valid JSON"):
+    with pytest.raises(CalibeamError, match=r"has 1 row that cannot be used:\n  row 11234: not valid JSON"):
         run_validation(file)
     assert run_validation(file, bad_rows="skip").manifest["counts"]["validation"] == 19_999
 
@@ -299,7 +307,7 @@ def test_fault_35_a_bad_row_of_a_csv_file_is_an_error_with_file_and_place(
 
 def test_fault_35_a_bad_row_of_a_parquet_file_is_an_error_with_file_row_and_field(tmp_path: Path, run_validation: Any) -> None:
     write_parquet(tmp_path / "rows.parquet", [{"source": "s", "target": "t"}, {"source": None, "target": "t"}])
-    with pytest.raises(CalibeamError, match=r"rows\.parquet has 1 rows .*:\n  row 2: field 'source' is missing"):
+    with pytest.raises(CalibeamError, match=r"rows\.parquet has 1 row .*:\n  row 2: field 'source' is missing"):
         run_validation(tmp_path / "rows.parquet")
 
 
@@ -399,10 +407,47 @@ def test_at_least_one_target_column_is_needed(tmp_path: Path, run: Any) -> None:
         run(jsonl(tmp_path / "x.jsonl", rows(2)), target_columns=())
 
 
-def test_a_split_without_a_usable_row_is_an_error(tmp_path: Path, run: Any) -> None:
-    (tmp_path / "x.jsonl").write_bytes(b"{}\n{}\n")
-    with pytest.raises(CalibeamError, match=r"the train split is empty: .*x\.jsonl"):
+def test_a_split_without_a_usable_row_is_an_error_that_says_why(tmp_path: Path, run: Any) -> None:
+    (tmp_path / "x.jsonl").write_bytes(line(source="") + line(target=3))
+    why = r", as all rows were skipped: x\.jsonl has 2 rows that cannot be used:\n  row 1: field 'source' is empty"
+    with pytest.raises(CalibeamError, match=rf"^the train split is empty{why}"):
         run(tmp_path / "x.jsonl", bad_rows="skip")
+    one = str(jsonl(tmp_path / "one.jsonl", rows(1)))
+    with pytest.raises(CalibeamError, match=r"^the test split is empty: without a test file.* there is only 1\. Give"):
+        run(Path(one), validation=one, test="")
+
+
+@pytest.mark.parametrize("bad_rows", ["error", "skip"])
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"source_column": "code"}, "'code'; it has 'id', 'source', 'target'. Name the column with prepare.source_column "
+                                    "(calibrate-model: --source-column)"),
+        ({"target_columns": ("target", "r1, r2")}, "'r1, r2'; it has 'id', 'source', 'target'. Name the column with "
+                                                   "prepare.target_columns (calibrate-model: --target-column); several are "
+                                                   'written prepare.target_columns=["r1", "r2"]'),
+        ({"id_column": "key"}, "'key'; it has 'id', 'source', 'target'. Name the column with prepare.id_column "
+                               "(calibrate-model: --id-column)"),
+    ],
+    ids=["source", "target", "id"],
+)  # fmt: skip
+def test_a_column_that_no_row_has_goes_by_another_name(
+    tmp_path: Path, run: Any, names: dict[str, Any], message: str, bad_rows: str
+) -> None:
+    train = jsonl(tmp_path / "x.jsonl", rows(12))
+    with pytest.raises(CalibeamError) as error:
+        run(train, **names, bad_rows=bad_rows)
+    assert str(error.value) == f"no row of {train} has a column {message}"
+
+
+def test_a_prefix_is_put_before_every_source_of_every_split(tmp_path: Path, run: Any) -> None:
+    train = jsonl(tmp_path / "x.jsonl", rows(3))
+    folder = run(train, source_prefix="summarize: ")
+    for split, first, count in (("train", 0, 3), ("validation", 1000, 2), ("test", 2000, 2)):
+        wanted = [f"summarize: source {i}" for i in range(first, first + count)]
+        assert [example.source for example in folder.examples(split)] == wanted
+    with pytest.raises(CalibeamError, match=r"^source_prefix is not valid Unicode$"):
+        run(train, source_prefix="\udc80")
 
 
 # Splits
@@ -475,7 +520,7 @@ def test_a_second_run_changes_nothing_and_a_changed_file_is_noticed(tmp_path: Pa
     prepare.run(config)
     assert (manifest.stat().st_ino, manifest.stat().st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
     jsonl(train, rows(2))
-    with pytest.raises(CalibeamError, match=r"inputs\.train: '.*' there, '.*' now"):
+    with pytest.raises(CalibeamError, match=r"\n  .*: other contents\n"):
         prepare.run(config)
     assert len(store.read(prepare.run(config, force=True), "prepare").examples("train")) == 2
 
@@ -494,7 +539,7 @@ def test_splits_of_a_dataset_are_read_as_files_are(tmp_path: Path) -> None:
     assert data.examples("train") == examples(rows(5))
     assert len(data.examples("validation")) + len(data.examples("test")) == 4
     jsonl(folder / "train.jsonl", rows(3))
-    with pytest.raises(CalibeamError, match=r"inputs\.train: '.*' there, '.*' now"):
+    with pytest.raises(CalibeamError, match=r"\n  .*: other contents\n"):
         prepare.run(config)
 
 
@@ -516,5 +561,5 @@ def test_a_dataset_that_cannot_be_loaded_is_named(place: str, message: str, tmp_
 def test_a_row_of_a_dataset_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     jsonl(tmp_path / "train.jsonl", [*rows(2), {"source": "a", "target": ""}])
     place = f"hub:{tmp_path}:train"
-    with pytest.raises(CalibeamError, match=r"hub:.*:train has 1 rows that cannot be used:\n  row 3: field 'target' is empty"):
+    with pytest.raises(CalibeamError, match=r"hub:.*:train has 1 row that cannot be used:\n  row 3: field 'target' is empty"):
         prepare.run(prepare.Config(output=str(tmp_path / "out"), train=place, validation=place))

@@ -7,6 +7,7 @@ import json
 import lzma
 import os
 import signal
+import threading
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +20,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from calibeam import store
+from calibeam import signals, store
 from calibeam.corpus import CorpusConfig
 from calibeam.records import CalibeamError
 from calibeam.stages import create, pretrain, tokenizer
@@ -192,6 +193,14 @@ def test_fault_09_a_worker_that_is_killed_is_an_error_that_says_so(files: tuple[
         os.kill(worker, signal.SIGKILL)
         with pytest.raises(CalibeamError, match="a process that prepares data has died"):
             deque((source.batch() for _ in range(100)), maxlen=0)
+
+
+def test_fault_02_a_signal_does_not_wait_for_the_first_batch(files: tuple[str, ...], vocabulary: Path) -> None:
+    """The buffer would never be full."""
+    with signals.listening(), stream(files, vocabulary, buffer_size=10**9) as source:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        with pytest.raises(signals.Stopped), signals.postponed():
+            source.batch()
 
 
 @pytest.mark.parametrize("stop", [1, 7, 23])

@@ -130,6 +130,11 @@ def test_the_page_answers_in_order_with_figures_in_it(window: Window, figures: d
     assert {f"training-{stage}-validation-perplexity" for stage in ("finetune", "calibrate")} <= set(names)
     assert window.page.locator("[data-figure] svg .role-mark").count() >= len(names)
     assert report.answer(figures["rows"]) in window.text("#help")
+    assert not figures["unchanged"]
+    headline = report.headline(figures["rows"])
+    for kind, name in (("similarity", "similarity"), ("rouge", "ROUGE")):
+        shown = f"Agreement with {name}\n{100 * headline['after'][f'{kind}_agreement']:.1f}%"
+        assert shown in re.sub(r"\n+", "\n", window.text("#help .tiles"))
     for stage in ("prepare", "finetune", "decode", "score", "calibrate", "evaluate fine-tuned", "evaluate calibrated"):
         assert stage in window.text("#cost")
 
@@ -197,6 +202,26 @@ def test_a_page_with_one_decoder_says_what_it_cannot_show(figures: dict[str, Any
     for words in ("there is no order to speak of", "Evaluated with one number of candidates only", "Nothing was recorded"):
         assert words in text
     assert 'id="explorer"' not in text
+
+
+def test_what_has_one_value_is_told_and_not_drawn(figures: dict[str, Any], browser: Any, tmp_path: Path) -> None:
+    """As with one step, or a constant learning rate; and remarks are on the page."""
+    curves = [
+        {"stage": "calibrate", "split": "train", "figure": "loss", "points": [[1, -2.5]]},
+        {"stage": "calibrate", "split": "train", "figure": "regularization", "points": [[1, -3e-11]]},
+        {"stage": "calibrate", "split": "train", "figure": "learning_rate", "points": [[1, 1e-5], [2, 1e-5]]},
+        {"stage": "calibrate", "split": "validation", "figure": "rouge", "points": [[0, 1.0], [1, 2.0]]},
+    ]
+    found = {**figures, "training": curves, "unchanged": True, "remarks": ["Nothing changed.", "Another <b>remark</b>."]}
+    drawn = report.draw(found)
+    assert [name for name in drawn if name.startswith("training")] == ["training-calibrate-validation-rouge"]
+    (tmp_path / "page.html").write_text(report.document(found, drawn, 0, {}), encoding="utf-8")
+    with Window(browser, tmp_path / "page.html") as window:
+        told = "With one value only: loss \N{MINUS SIGN}2.5, regularization 0, learning rate 1e\N{MINUS SIGN}5."
+        assert told in window.text("#training")
+        assert window.text("#help .verdict") == "Nothing changed."
+        assert window.text("#help .remark") == "Another <b>remark</b>."
+        assert window.page.locator("#training svg").count() == 1
 
 
 # The explorer
@@ -514,6 +539,9 @@ def test_lengths_are_shares_of_all_outputs(figures: dict[str, Any], examples: li
     for name in ("fine-tuned", "calibrated", "references"):
         assert sum(row["share"] for row in figures["lengths"] if row["of"] == name) == pytest.approx(100)
     assert {row["of"] for row in figures["lengths"]} == {"fine-tuned", "calibrated", "references"}
+    parts = [[row["words"] for row in figures["lengths"] if row["of"] == name] for name in ("fine-tuned", "references")]
+    assert parts[0] == parts[1]
+    assert 1 < len(parts[0]) <= 7  # of 10 examples
 
 
 def test_training_curves_are_what_was_recorded(run: Path, figures: dict[str, Any]) -> None:
@@ -576,6 +604,14 @@ def test_outputs_that_were_decoded_in_other_ways_are_not_compared(
         report.compare(before, after)
 
 
+def test_the_examples_of_a_page_are_those_that_were_evaluated(run: Path) -> None:
+    """Not the first ones of the split, where only some were."""
+    folder = evaluated(run, "with-some", max_examples=3)
+    found = [example.id for example in report._examples(store.read(run / "prepare", "prepare"), report.compare(folder, folder))]
+    assert found == [row["id"] for row in folder.rows("outputs", evaluate.OUTPUTS)][:3]
+    assert len(set(found)) == 3
+
+
 def test_figures_that_were_measured_in_other_ways_are_not_compared(run: Path, work: Path, before: store.Folder) -> None:
     places = [str(tiny_encoder(family, work / "encoders" / family)) for family in ("bert", "roberta")]
     first, second = (evaluated(run, f"by-{Path(place).name}", metrics=("bertscore",), bertscore_model=place) for place in places)
@@ -628,8 +664,8 @@ def test_runs_stand_side_by_side(
 
 
 def test_a_run_is_tested_against_the_first(runs: list[Path], figures: dict[str, Any]) -> None:
-    read = [compare.Run(name, *compare.read(place)) for name, place in zip("abc", runs, strict=True)]
-    rows = {(row["run"], row["setting"]): row["beside"] for row in compare.table(read)}
+    read = [*map(compare.read, "abc", runs)]
+    rows = {(row["run"], row["setting"]): row["against"] for row in compare.table(read)}
     for row in figures["rows"]:
         (r_m,) = (found for found in row["measured"] if found["figure"] == "r_m")
         assert rows["a", row["setting"]] is None
@@ -640,13 +676,36 @@ def test_a_run_is_tested_against_the_first(runs: list[Path], figures: dict[str, 
 
 
 def test_what_was_done_differently_is_listed(runs: list[Path], figures: dict[str, Any]) -> None:
-    folder, found = compare.read(runs[0])
-    other = json.loads(json.dumps(found))
+    first = compare.read("a", runs[0])
+    other = json.loads(json.dumps(first.found))
     stage = next(stage for stage in other["stages"] if stage["name"] == "calibrate")
-    stage["settings"] |= {"beta": 3.5, "output": "elsewhere"}
-    differing = compare.differences([compare.Run("a", folder, found), compare.Run("b", folder, other)])
-    before = next(stage for stage in found["stages"] if stage["name"] == "calibrate")["settings"]["beta"]
-    assert differing == [{"name": "calibrate.beta", "values": [str(before), "3.5"]}]
+    stage["settings"]["beta"] = 3.5
+    second = first._replace(name="b", found=other, data={**first.data, "train": "0" * 64})
+    before = next(stage for stage in first.found["stages"] if stage["name"] == "calibrate")["settings"]["beta"]
+    assert compare.differences([first, second]) == [
+        {"name": "calibrate.beta", "values": [str(before), "3.5"]},
+        {"name": "train examples", "values": [f"sha256 {first.data['train'][:12]}", "sha256 000000000000"]},
+    ]
+
+
+def test_what_is_not_compared_with_the_first_says_why(
+    runs: list[Path], run: Path, work: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Other rows to train and validate on are no reason; other examples, and other ways to decode, are."""
+    first, second, _ = map(compare.read, "abc", runs)
+
+    def said(run: compare.Run) -> list[str]:
+        return [row["why_not"] for row in compare.table([first, run]) if row["run"] == "b"]
+
+    assert said(second._replace(data={**second.data, "train": "other", "validation": "other"})) == ["", ""]
+    assert said(second._replace(data={**second.data, "test": "other"})) == ["other test examples"] * 2
+    assert said(second._replace(data={})) == ["other test examples"] * 2  # which cannot be known
+    rows = json.loads(json.dumps(second.found["rows"]))
+    rows[0]["setting"], rows[1]["after"]["signature"] = "beam 9", "other"
+    changed = second._replace(found={**second.found, "rows": rows})
+    assert said(changed) == ["not decoded this way", "measured differently"]
+    compare.show(compare.table([first, changed]), [], ["a", "b"])
+    assert "measured differently" in capsys.readouterr().out
 
 
 def test_what_is_not_a_finished_run_is_a_clear_error(runs: list[Path], tmp_path: Path) -> None:

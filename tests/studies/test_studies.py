@@ -242,15 +242,15 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path, monkeypatch
     printed = dry_run("ablation", "recipe.toml")
     assert "ablation: 6 rows" in printed
     assert "similarity, token emb" in printed
-    assert "0 of 20 steps are there. To do: 20; FLOPs: 0, unknown of 18" in printed
+    assert "0 of 20 steps are done. To do: 20; FLOPs: 0, unknown of 18" in printed
     assert [file.name for file in tmp_path.rglob("*")] == ["recipe.toml"]
 
 
 def test_a_dry_run_says_what_is_there_and_what_the_rest_costs(there: Path) -> None:
     before = sorted(there.rglob("*"))
-    assert dry_run("ablation", "recipe.toml").endswith("20 of 20 steps are there.")
+    assert dry_run("ablation", "recipe.toml").endswith("20 of 20 steps are done.")
     printed = dry_run("ablation", "recipe.toml", 'study.factors=["regularizer"]')
-    assert re.search(r"\d of 13 steps are there\. To do: 6; FLOPs: \d\.\de\+\d+; time, [a-z ]+: \d+\.\d s$", printed), printed
+    assert re.search(r"\d of 13 steps are done\. To do: 6; FLOPs: \d\.\de\+\d+; time, [a-z ]+: \d+\.\d s$", printed), printed
     assert "unknown" not in printed
     assert sorted(there.rglob("*")) == before
 

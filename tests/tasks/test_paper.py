@@ -217,9 +217,7 @@ def test_shards_are_read_in_their_order(tmp_path: Path) -> None:
     folder = prepared(tmp_path, "samsum", path=str(tmp_path / "published"))
     assert [e.id for e in folder.examples("train")] == ["s0", "s1", "s2"]
     put(tmp_path / "published" / "train-00001-of-00003.jsonl", [{"id": "s0", "dialogue": "d", "summary": "s"}])
-    with pytest.raises(
-        CalibeamError, match=r"train-00001-of-00003\.jsonl has 1 rows .*\n  row 1: .*repeats the id 's0' of row 1"
-    ):
+    with pytest.raises(CalibeamError, match=r"train-00001-of-00003\.jsonl has 1 row .*\n  row 1: .*repeats the id 's0' of row 1"):
         prepared(tmp_path, "samsum", path=str(tmp_path / "published"))
 
 
@@ -255,7 +253,7 @@ def test_a_path_that_will_not_do_is_an_error_that_says_what_is_needed(tmp_path: 
 
 def test_path_belongs_to_a_published_task(tmp_path: Path) -> None:
     for settings in ({"task": "docstrings"}, {"task": "", "train": "t.jsonl", "validation": "v.jsonl"}):
-        with pytest.raises(CalibeamError, match="path belongs to a task that is published as files"):
+        with pytest.raises(CalibeamError, match="path is only for a task that is published as files"):
             prepare.run(prepare.Config(output=str(tmp_path / "out"), path=str(tmp_path), **settings))
 
 
@@ -265,7 +263,7 @@ def test_a_changed_file_is_noticed(tmp_path: Path) -> None:
     prepare.run(config)
     prepare.run(config)
     put(tmp_path / "published" / "test.jsonl", CHAT["test"] * 1 + [{"id": "new", "dialogue": "d", "summary": "s"}])
-    with pytest.raises(CalibeamError, match=r"inputs\.test: '.*' there, '.*' now"):
+    with pytest.raises(CalibeamError, match=r"\n  .*: other contents\n"):
         prepare.run(config)
 
 
@@ -360,7 +358,7 @@ def test_validation_stands_in_for_a_test_split_without_references(tmp_path: Path
 def test_a_test_split_without_references_is_an_error_where_the_paper_had_them(tmp_path: Path) -> None:
     rows = {**GEM_TRIPLES, "test": [{**GEM_TRIPLES["test"][0], "target": "", "references": []}]}
     files("{split}.jsonl", rows)(tmp_path / "published")
-    with pytest.raises(CalibeamError, match=r"test\.jsonl has 1 rows that cannot be used:\n  row 1: field 'target' is empty"):
+    with pytest.raises(CalibeamError, match=r"test\.jsonl has 1 row that cannot be used:\n  row 1: field 'target' is empty"):
         prepared(tmp_path, "webnlg_en", path=str(tmp_path / "published"))
 
 
@@ -376,7 +374,7 @@ def test_one_row_in_a_hundred_of_a_published_set_may_be_unusable(tmp_path: Path)
     assert any("row 8: field 'source' is empty" in note for note in folder.manifest["notes"])
     assert json.loads((folder.path / "properties.json").read_text())["examples"]["train"] == 101
     files("{split}.jsonl", {**CHAT, "train": rows[:100]})(tmp_path / "other")
-    with pytest.raises(CalibeamError, match="has 1 rows that cannot be used"):
+    with pytest.raises(CalibeamError, match="has 1 row that cannot be used"):
         prepared(tmp_path, "samsum", path=str(tmp_path / "other"))
     assert prepared(tmp_path, "samsum", path=str(tmp_path / "other"), bad_rows="skip").manifest["counts"]["train"] == 99
 
@@ -386,7 +384,7 @@ def test_one_row_in_a_hundred_of_a_published_set_may_be_unusable(tmp_path: Path)
     [
         ("samsum", {"id": "1", "text": "d", "summary": "s"}, "no field 'dialogue'; it has 'id', 'text', 'summary'"),
         ("samsum", ["d", "s"], "not an object with fields"),
-        ("samsum", {"id": "1", "dialogue": 3, "summary": "s"}, "field 'source' is a int, not text"),
+        ("samsum", {"id": "1", "dialogue": 3, "summary": "s"}, "field 'source' is a number, not text"),
         ("squad_qg", {"question": "q", "paragraph": "p", "answers": {"text": []}}, "not a row of squad_qg as published"),
         ("msmarco_nlg", {"query": "q", "query_id": 1, "passages": "p", "wellFormedAnswers": ["a"]}, "not a row of msmarco_nlg"),
         ("msmarco_nlg", {"query": "q", "passages": [{"passage_text": "p"}], "wellFormedAnswers": ["a"]}, "no field 'query_id'"),
@@ -402,7 +400,7 @@ def test_a_row_of_another_form_is_an_error_with_file_and_row(tmp_path: Path, tas
     files("{split}.jsonl", {**plain, "validation": [*plain["validation"], row]})(tmp_path / "published")
     with pytest.raises(CalibeamError) as error:
         prepared(tmp_path, task, path=str(tmp_path / "published"))
-    assert f"validation.jsonl has 1 rows that cannot be used:\n  row 2: {message}" in str(error.value)
+    assert f"validation.jsonl has 1 row that cannot be used:\n  row 2: {message}" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -443,11 +441,11 @@ def test_a_split_without_a_row_is_an_error_with_its_file(tmp_path: Path) -> None
 
 
 def at(folder: Path, task: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let a task's files be read by the datasets package from a folder."""
+    """Let a task's files be those of a folder."""
     monkeypatch.setitem(TASKS, task, replace(TASKS[task], hub=f"file://{folder}"))
 
 
-def test_the_files_of_the_hub_are_read_by_datasets_and_no_script_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_the_hub_are_read_and_no_script_is_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     hub = tmp_path / "xsum"
     files("default/xsum-{split}.parquet", BBC)(hub)
     (hub / "xsum.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
@@ -466,7 +464,7 @@ def test_the_files_of_the_hub_are_read_by_datasets_and_no_script_is_run(tmp_path
         ("commongen", "default/{split}/0000.parquet", CONCEPTS, first_only(SCENE)),
     ],
 )
-def test_rows_that_datasets_gives_are_those_of_the_files(
+def test_rows_of_other_published_forms(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, name: str, rows: Any, wanted: Any
 ) -> None:
     files(name, rows)(tmp_path / "hub")
@@ -475,7 +473,7 @@ def test_rows_that_datasets_gives_are_those_of_the_files(
     assert {split: [(e.source, e.targets) for e in examples] for split, examples in splits(folder).items()} == wanted
 
 
-def test_reddits_compressed_lines_are_read_by_datasets(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reddits_compressed_lines_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "hub" / "data" / "tifu_all_tokenized_and_filtered.json.gz"
     file.parent.mkdir(parents=True)
     file.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in posts(90)).encode()))
@@ -485,7 +483,7 @@ def test_reddits_compressed_lines_are_read_by_datasets(tmp_path: Path, monkeypat
 
 
 def test_a_hub_that_cannot_be_reached_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CalibeamError, match=r"^hf://datasets/knkarthick/samsum@e9ef8bf.*parquet cannot be loaded: "):
+    with pytest.raises(CalibeamError, match=r"^hf://.*samsum@e9ef8bf.*parquet cannot be loaded: .*\nprepare\.path=FOLDER reads"):
         prepared(tmp_path, "samsum")
 
 

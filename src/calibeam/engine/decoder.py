@@ -75,14 +75,14 @@ class Decoder:
         own = ops.own_reach(self._ancestor, position, self._bias, longest)
         cross = ops.source_reach(self._source_length, self._cross.shape[2])
         states = anatomy.embed(tokens, position[:, None].expand_as(tokens)).flatten(0, 1)
-        states = anatomy.run(states, self._parts(own, cross), ops.add_norm)
+        states = anatomy.run(states, self._blocks(own, cross), ops.add_norm)
         return self._head(anatomy.scaled(states))
 
     def reorder(self, parents: Tensor) -> None:
         """Let each row go on from what the row parents [slots, rows] of its source wrote."""
         self._ancestor.copy_(self._ancestor.gather(1, parents[..., None].expand_as(self._ancestor)))
 
-    def _parts(self, own: ops.Reach, cross: ops.Reach) -> Iterator[families.Part]:
+    def _blocks(self, own: ops.Reach, cross: ops.Reach) -> Iterator[list[families.Part]]:
         """The three parts of every block, in order."""
 
         def attend_own(states: Tensor, layer: _Layer, cells: Tensor) -> Tensor:
@@ -94,9 +94,11 @@ class Decoder:
 
         for layer, own_cells, source_cells in zip(self._layers, self._own, self._cross, strict=True):
             block = layer.block
-            yield partial(attend_own, layer=layer, cells=own_cells), block.own.norm
-            yield partial(attend_source, layer=layer, cells=source_cells), layer.cross_norm
-            yield layer.feed_forward, block.feed_forward_norm
+            yield [
+                (partial(attend_own, layer=layer, cells=own_cells), block.own.norm),
+                (partial(attend_source, layer=layer, cells=source_cells), layer.cross_norm),
+                (layer.feed_forward, block.feed_forward_norm),
+            ]
 
     def _attend(self, query: Tensor, cells: Tensor, reach: ops.Reach, new: Tensor | None = None) -> Tensor:
         return ops.attend(query, cells, reach, new, rows=self._rows, heads=self._anatomy.heads, scaling=self._anatomy.scaling)

@@ -48,7 +48,7 @@ class Recorded:
             torch.cuda.empty_cache()  # what ran unrecorded holds memory that no recording can use
             # Recordings share their memory, which only those on one stream do.
             self._where = torch.cuda.graph_pool_handle(), torch.cuda.Stream()
-        gc.collect()  # what is garbage holds memory too
+        gc.collect(1)  # garbage holds memory too; what has been there for long is data, of which there is much
         try:
             return _Recording(self._function, _moved(batch, self._device), *self._where)
         except RuntimeError as error:  # after which random numbers cannot be drawn any more

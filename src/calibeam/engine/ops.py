@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -207,8 +207,9 @@ class _Again(NamedTuple):
 def _keep(ctx: Any, states: Tensor, *others: Tensor) -> Tensor:
     """Whatever the gradients of a product with states need: how these are made again, or themselves, in the type of others."""
     cast = states.to(others[0].dtype)
-    ctx.again = getattr(states, "again", None) if cast is states else None
-    ctx.save_for_backward(*others, *(() if ctx.again else (cast,)))
+    again: _Again | None = getattr(states, "again", None) if cast is states else None
+    ctx.norm = (again.norm, again.dtype) if again else None
+    ctx.save_for_backward(*others, *((again.total, again.moments) if again else (cast,)))
     return cast
 
 
@@ -216,8 +217,9 @@ def _kept(ctx: Any, others: int) -> tuple[Tensor, Sequence[Tensor]]:
     """States [rows, size], and the others."""
     from calibeam.engine import kernels
 
-    saved, again, ctx.again = ctx.saved_tensors, ctx.again, None  # lest it be held until all gradients are there
-    return kernels.norm_again(*again) if again else saved[others].flatten(0, -2), saved[:others]
+    saved = ctx.saved_tensors
+    states = kernels.norm_again(*saved[others:], *ctx.norm) if ctx.norm else saved[others].flatten(0, -2)
+    return states, saved[:others]
 
 
 @contextmanager
@@ -233,14 +235,25 @@ def cast_at_once(blocks: Iterable[Block]) -> Iterator[None]:
         yield
         return
     cast = _Cast.apply(dtype_of_products(own[0]), *own)  # type: ignore[no-untyped-call]
-    _cast.update({id(weight): other for weight, other in zip(own, cast, strict=True)})
+    with cast_again({id(weight): other for weight, other in zip(own, cast, strict=True)}):
+        yield
+
+
+_cast: dict[int, Tensor] = {}
+
+
+def cast_now() -> dict[int, Tensor]:
+    """What `cast_at_once` has made, to compute something again after it is closed."""
+    return dict(_cast)
+
+
+@contextmanager
+def cast_again(cast: Mapping[int, Tensor]) -> Iterator[None]:
+    _cast.update(cast)
     try:
         yield
     finally:
         _cast.clear()
-
-
-_cast: dict[int, Tensor] = {}
 
 
 class _Cast(torch.autograd.Function):

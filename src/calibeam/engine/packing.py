@@ -8,8 +8,8 @@ the sequences simply stand one after another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from calibeam import families, seq2seq
-from calibeam.engine import ops
+from calibeam.engine import ops, sharding
 from calibeam.engine.graphs import room
 from calibeam.paper import likelihood, regularization
 
@@ -51,12 +51,13 @@ def plan(token_ids: Tensor, mask: Tensor, size: int, device: torch.device, *, fi
     """
     batch, sequences, length = token_ids.shape
     count = _distinct_prefixes(token_ids.numpy(), mask.numpy())
-    sizes = 8 if size >= LARGE else 2  # the larger the model, the more a place costs beside one more shape to record
-    nodes = -room(int(count.max()), device, per_octave=sizes) // 8 * -8  # attention's kernels want multiples of 8
+    # The larger the model, the more a place costs beside one more shape to record.
+    of_nodes, of_asked = (8, 8) if size >= LARGE else (2, 1)
+    nodes = -room(int(count.max()), device, per_octave=of_nodes) // 8 * -8  # attention's kernels want multiples of 8
     if sequences > 1 and nodes * (6 * size + nodes) < sequences * length * (6 * size + length):
         asked = _distinct_prefixes(token_ids.numpy()[:, first:], mask.numpy()[:, first:]) if first else count
-        return Plan(nodes, min(room(int(asked.sum()), device, per_octave=sizes), batch * nodes), first)
-    return Plan(None, min(room(int(mask[:, first:].sum()), device, per_octave=sizes), mask.numel()), first)
+        return Plan(nodes, min(room(int(asked.sum()), device, per_octave=of_asked), batch * nodes), first)
+    return Plan(None, min(room(int(mask[:, first:].sum()), device, per_octave=of_asked), mask.numel()), first)
 
 
 def _distinct_prefixes(token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
@@ -163,11 +164,13 @@ class Source:
         self._seen = None if whole else self.mask[:, None, None]
         self.states = encode(encoder, input_ids, self._seen, often=often)
         self._often = often
-        self._keys_and_values = [
-            [_heads(each, self.anatomy.heads) for each in ops.linears(self.states, block.cross.key, block.cross.value)]
-            for block in self.anatomy.blocks
-            if block.cross is not None
+        self._projected: list[Sequence[Tensor] | None] = [
+            None if _is_apart(self.anatomy, block) else self._keys_and_values(block, self.states) for block in self.anatomy.blocks
         ]
+
+    def _keys_and_values(self, block: families.Block, states: Tensor) -> Sequence[Tensor]:
+        assert self.anatomy is not None and block.cross is not None  # noqa: PT018
+        return [_heads(each, self.anatomy.heads) for each in ops.linears(states, block.cross.key, block.cross.value)]
 
     def write(self, tree: Tree) -> Tensor:
         """The decoder's output states at every node. [batch, nodes, size]"""
@@ -187,14 +190,17 @@ class Source:
             query = _heads(ops.linears(states, layer.query)[0], anatomy.heads)
             return _attend(anatomy, layer, states.shape[:-1], query, key, value, self._seen)
 
-        def parts() -> Iterator[families.Part]:
-            for block, (key, value) in zip(anatomy.blocks, self._keys_and_values, strict=True):
-                assert block.cross is not None
-                yield partial(_attend_own, anatomy, block.own, row, mask, mask is None), block.own.norm
-                yield partial(attend_source, layer=block.cross, key=key, value=value), block.cross.norm
-                yield partial(_feed_forward, anatomy, block), block.feed_forward_norm
+        def parts(block: families.Block, projected: Sequence[Tensor] | None, source: Tensor) -> list[families.Part]:
+            assert block.cross is not None
+            key, value = projected or self._keys_and_values(block, source)
+            return [
+                (partial(_attend_own, anatomy, block.own, row, mask, mask is None), block.own.norm),
+                (partial(attend_source, layer=block.cross, key=key, value=value), block.cross.norm),
+                (partial(_feed_forward, anatomy, block), block.feed_forward_norm),
+            ]
 
-        return _run(anatomy, anatomy.embed(tree.tokens, tree.depth), parts(), self._often)
+        blocks = [partial(parts, *each) for each in zip(anatomy.blocks, self._projected, strict=True)]
+        return _run(anatomy, anatomy.embed(tree.tokens, tree.depth), blocks, self._often, self.states)
 
 
 def encode(encoder: families.Stack, input_ids: Tensor, seen: Tensor | None, *, often: bool = False) -> Tensor:
@@ -206,18 +212,46 @@ def encode(encoder: families.Stack, input_ids: Tensor, seen: Tensor | None, *, o
         bias = encoder.bias(length)[None].to(ops.dtype_of_products(states))
         seen = bias if seen is None else bias.masked_fill(~seen, float("-inf"))
 
-    def parts() -> Iterator[families.Part]:
-        for block in encoder.blocks:
-            yield partial(_attend_own, encoder, block.own, length, seen, False), block.own.norm
-            yield partial(_feed_forward, encoder, block), block.feed_forward_norm
+    def parts(block: families.Block) -> list[families.Part]:
+        return [
+            (partial(_attend_own, encoder, block.own, length, seen, False), block.own.norm),
+            (partial(_feed_forward, encoder, block), block.feed_forward_norm),
+        ]
 
-    return _run(encoder, states, parts(), often)
+    return _run(encoder, states, [partial(parts, block) for block in encoder.blocks], often)
 
 
-def _run(stack: families.Stack, states: Tensor, parts: Iterator[families.Part], often: bool) -> Tensor:
-    with _attention_kernels(stack, states, often):
-        states = stack.run(_dropped(states, stack.dropout.states), parts, _add_norm)
-    return _dropped(states, stack.dropout.output)
+def _run(
+    stack: families.Stack, states: Tensor, blocks: Sequence[Callable[..., list[families.Part]]], often: bool, *others: Tensor
+) -> Tensor:
+    """Through all blocks, each given by what makes its parts of some other tensors."""
+    states, delta = _dropped(states, stack.dropout.states), None
+    for block, parts in zip(stack.blocks, blocks, strict=True):
+        states, delta = _block(stack, block, parts, often)(states, *(delta or (None, None)), *others)
+    return _dropped(stack.finish(states, delta, _add_norm), stack.dropout.output)
+
+
+def _block(
+    stack: families.Stack, block: families.Block, parts: Callable[..., list[families.Part]], often: bool
+) -> Callable[..., tuple[Tensor, Delta | None]]:
+    """What a block makes of states and what is still to be added to them; it may be computed again, or on gathered weights."""
+    unit = sharding.unit(block)
+
+    def run(states: Tensor, change: Tensor | None, bias: Tensor | None, *others: Tensor) -> tuple[Tensor, Delta | None]:
+        delta = None if change is None else (change, bias)
+        with _attention_kernels(stack, states, often):
+            states, delta = stack.through(parts(*others), states, delta, _add_norm)
+        if unit and delta and delta[1] is not None:  # a weight of this block, which is freed after it
+            delta = delta[0], delta[1].clone()
+        return states, delta
+
+    function: Callable[..., Any] = partial(_checkpointed, run, dropout=any(stack.dropout)) if stack.checkpointed else run
+    return partial(unit, function) if unit else function
+
+
+def _is_apart(stack: families.Stack, block: families.Block) -> bool:
+    """Whether all that a block computes must be computed in it."""
+    return stack.checkpointed or sharding.unit(block) is not None
 
 
 def _dropped(states: Tensor, share: float) -> Tensor:
@@ -521,7 +555,13 @@ class Divergence(torch.autograd.Function):
         return of_states, None, None, None, of_weight, of_bias
 
 
-def _checkpointed(function: Callable[..., Tensor], *arguments: Any) -> Tensor:
+def _checkpointed(function: Callable[..., Any], *arguments: Any, dropout: bool = False) -> Any:
+    """What a function finds, computed again for its gradients: with the same noise, and weights that were cast at once."""
     if not torch.is_grad_enabled():
         return function(*arguments)
-    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+    cast = ops.cast_now()
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return nullcontext(), ops.cast_again(cast)
+
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=dropout, context_fn=contexts)

@@ -175,7 +175,7 @@ def stream(
                     raise
                 if bench:
                     queue.put_back([*bench.under_way.values()])
-                log.warning("%d sources at once do not fit into memory: going on with %d", slots, slots // 2)
+                log.warning("%d sources at once do not fit into memory: continuing with %d", slots, slots // 2)
                 slots //= 2
                 bench = _benches.pop(model, None)
                 del bench

@@ -7,7 +7,8 @@ terms of the equation and never normalised by length.
 Rank and margin are losses of one pair, "uniformly sampled" among the pairs of different similarity.
 Given more than two candidates they return the mean over all such pairs, which is the expectation of
 that sample; `sample_pair` picks the pair beforehand, so that only two candidates need the model.
-An example without such a pair (ties, a single candidate) has loss 0. list_rank orders ties as they come.
+list_rank leaves out pairs of equal similarity, and gives candidates that are tied the mean of their places. So an
+example without a pair of different similarity (ties, a single candidate) teaches nothing: its gradient is 0.
 """
 
 from __future__ import annotations
@@ -42,17 +43,17 @@ def list_rank_mean(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float)
         loss.diagonal(distance, -2, -1).sum(-1) / pairs.diagonal(distance, -2, -1).sum(-1).clamp(min=1)
         for distance in range(1, log_p.shape[-1])
     ]
-    return sum(means, log_p.new_zeros(log_p.shape[:-1]))
+    return sum(means, 0.0 * loss.sum((-1, -2)))  # of a single candidate too there is a gradient: 0
 
 
 def _list_terms(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> tuple[Tensor, Tensor]:
     """The terms of list_rank [batch, i, j], 0 where there is no pair, and where there is one."""
     order = similarity.masked_fill(~mask, float("-inf")).argsort(dim=-1, descending=True, stable=True)
-    log_p, mask = log_p.gather(-1, order), mask.gather(-1, order)
-    position = mask.new_ones(mask.shape).cumsum(-1)
-    pairs = (position[..., :, None] < position[..., None, :]) & mask[..., :, None] & mask[..., None, :]
-    distance = _gap(position).abs()
-    return (beta * distance - _gap(log_p)).clamp(min=0).masked_fill(~pairs, 0.0), pairs
+    log_p, similarity, mask = (each.gather(-1, order) for each in (log_p, similarity, mask))
+    pairs = ordered_pairs(similarity, mask)
+    equal = (_gap(similarity) == 0) & mask[..., :, None] & mask[..., None, :]
+    place = pairs.sum(-2) + (equal.sum(-1) - 1) / 2  # as many as are better, and half of those as good
+    return (beta * _gap(place).abs() - _gap(log_p)).clamp(min=0).masked_fill(~pairs, 0.0), pairs
 
 
 def reward(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> Tensor:

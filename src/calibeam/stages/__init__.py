@@ -8,12 +8,12 @@ from typing import Any
 STAGES: dict[str, str] = {
     "prepare": "read and check the rows of a dataset",
     "tokenizer": "train a vocabulary on files of documents",
-    "create": "make a new model: draw random weights of a size",
-    "pretrain": "train on text, by writing the sentences that were masked",
+    "create": "make a new model with random weights",
+    "pretrain": "train on text, by generating masked sentences",
     "finetune": "train by maximum likelihood",
     "decode": "write candidates for the training sources",
     "score": "measure how similar each candidate is to the target",
-    "calibrate": "train on, so that likelihood follows similarity",
+    "calibrate": "train further, so that likelihood follows similarity",
     "evaluate": "decode held-out sources and measure the outputs",
     "report": "write one page that says what changed",
     "export": "write an ordinary checkpoint with a model card",
@@ -28,3 +28,14 @@ TOGETHER = frozenset({"pretrain", "finetune", "calibrate"})
 
 def load(name: str) -> Any:
     return import_module(f"calibeam.stages.{name}")
+
+
+def __getattr__(name: str) -> Any:
+    """A stage's module is loaded when it is first used."""
+    if name not in STAGES:
+        raise AttributeError(f"module 'calibeam.stages' has no attribute {name!r}")
+    return load(name)
+
+
+def __dir__() -> list[str]:
+    return [*STAGES, "STAGES", "load"]

@@ -1,4 +1,4 @@
-"""Train a fine-tuned model on, so that the likelihood of its own outputs follows their similarity to the target.
+"""Train a fine-tuned model further, so that the likelihood of its own outputs follows their similarity to the target.
 
 Reads:   the folders written by prepare and score, and the fine-tuned model
 Writes:  model/: the calibrated checkpoint; log.jsonl: every step and validation; with lora_save=adapter also adapter/
@@ -7,6 +7,7 @@ Example: calibeam calibrate out/data.toml loss=rank beta=10 regularizer=kl learn
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -22,14 +23,26 @@ from calibeam.paper.regularization import REGULARIZERS, WITHOUT_REFERENCE
 from calibeam.paper.similarity import span_similarity
 from calibeam.recipe import option
 from calibeam.records import CalibeamError
-from calibeam.training import SELECTIONS, ExamplesConfig, Item, Problem, Shuffled, batch_of_pairs, encoded, forced, train
+from calibeam.training import (
+    SELECTIONS,
+    Compact,
+    ExamplesConfig,
+    Pairs,
+    Problem,
+    Shuffled,
+    batch_of_sources,
+    encoded,
+    forced,
+    planned_targets,
+    train,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from calibeam.engine.graphs import Batch
     from calibeam.engine.packing import Forced
-    from calibeam.seq2seq import Seq2Seq
+    from calibeam.seq2seq import Ids, Seq2Seq
 
 Switch = Callable[[], AbstractContextManager[Any]]
 
@@ -54,8 +67,8 @@ class Config(ExamplesConfig):
         "kl; 0 for never",
         at_least=0,
     )
-    lora_rank: int = option(0, "train a LoRA adapter of this rank in place of the model; 0 for none", at_least=0)
-    lora_alpha: float = option(16.0, "what the adapter adds counts lora_alpha / lora_rank", above=0)
+    lora_rank: int = option(0, "train a LoRA adapter of this rank instead of the model; 0 for none", at_least=0)
+    lora_alpha: float = option(16.0, "what the adapter adds is scaled by lora_alpha / lora_rank", above=0)
     lora_target_modules: tuple[str, ...] = option((), "the layers to adapt; all linear ones but the output head if empty")
     lora_save: str = option(
         "merged", "export a checkpoint with the adapter in it, or the adapter alone", choices=lambda: lora.SAVES
@@ -65,10 +78,12 @@ class Config(ExamplesConfig):
         super().__post_init__()
         if self.lora_rank:
             lora.check_installed()
+            if self.shard_model:
+                raise CalibeamError("lora_rank trains few weights, which shard_model cannot share out: set only one of them")
             return
         for name in ("lora_alpha", "lora_target_modules", "lora_save"):
             if getattr(self, name) != getattr(Config, name):
-                raise CalibeamError(f"{name} says how to adapt, and nothing is adapted: lora_rank is 0")
+                raise CalibeamError(f"{name} is for LoRA, but lora_rank is 0")
 
 
 def run(config: Config, *, force: bool = False) -> Path:
@@ -85,20 +100,23 @@ def run(config: Config, *, force: bool = False) -> Path:
     if output.done:
         return output.path
     model = seq2seq.load(start.path, device=config.device)
-    check_lengths(model, config.max_source_length, config.max_target_length)
+    check_lengths("calibrate", config, seq2seq.max_positions(model.model.config))
     adapter = adapt(model, config)
-    reference = model if adapter else seq2seq.load(start.path, device=config.device)
+    alone = adapter or _regularizer(config) in WITHOUT_REFERENCE
+    reference = model if alone else seq2seq.load(start.path, device=config.device)
     step = CalibrationStep(model, reference, config, adapter.off if adapter else nullcontext)
     merged: Switch = adapter.merged if adapter else nullcontext
 
-    examples = {example.id: example for example in data.examples(scored.manifest["counts"]["split"])}
-    rows = scored.rows("scored", store.SCORED)
-    sources, sources_cut = model.encode_sources([examples[row["id"]].source for row in rows], config.max_source_length)
-    targets, targets_cut = model.encode_targets([examples[row["id"]].targets[0] for row in rows], config.max_target_length)
+    examples = data.stream_examples(scored.manifest["counts"]["split"])
+    pairs = Pairs(model, ((e.id, e.source, e.targets[0]) for e in examples), config, by_token=False)
+    candidates = Candidates(scored, pairs)
+    without = candidates.without_a_pair
+    _check_pairs(config, candidates.most, all_tied=without == len(pairs))
     validation = Validation(model, data.examples("validation"), config)
 
     def batch(some: Sequence[int], seeds: Sequence[int]) -> Batch:
-        return step.batch([sources[i] for i in some], [targets[i] for i in some], [rows[i] for i in some], seeds)
+        sources, targets = ([ids[place] for place in some] for ids in (pairs.sources, pairs.targets))
+        return step.batch(sources, targets, [candidates[place] for place in some], seeds)
 
     def validate() -> dict[str, float]:
         with merged():
@@ -110,36 +128,49 @@ def run(config: Config, *, force: bool = False) -> Path:
         if adapter and config.lora_save == "adapter":
             adapter.save(folder.with_name("adapter"), public_name(config.model))
 
-    items = [Item(row["id"], len(sources[index]), 1, index) for index, row in enumerate(rows)]
     problem = Problem(
-        batches=Shuffled(items, config.batch_size, config.seed),
+        batches=Shuffled(pairs, config.batch_size, config.seed),
         batch=batch,
         loss=step.loss,
         validate=validate,
         save=save,
         dropout=False,
+        frozen=None if alone else reference.model,
         shown={
             "loss": "loss",
             "agreement": "agreement",
             "regularization": "regularization" if callable(config.regularizer) else config.regularizer,
         },
-        drift=partial(_drift, sum(map(len, targets)) / len(targets)) if config.regularizer == "kl" else None,
+        drift=partial(_drift, pairs.targets.mean_length) if config.regularizer == "kl" else None,
     )
     with output.writing(resume=True):
-        without = sum(len(set(row["similarity"])) < 2 for row in rows)
-        cut = {"sources_cut": sources_cut, "targets_cut": targets_cut}
-        output.counts |= {"examples": len(items), **cut, "examples_without_a_pair": without}
+        output.counts |= {"examples": len(pairs), **pairs.cut, "examples_without_a_pair": without}
         display.say(
-            f"calibrate: {len(rows):,} examples, {without:,} of them without a pair to compare; lambda {step.reg_weight:.3g}"
+            f"calibrate: {len(pairs):,} examples, {without:,} of them without a pair to compare; lambda {step.reg_weight:.3g}"
         )
-        plan = config.plan(len(items), config.select)._replace(max_drift=config.max_drift)
+        plan = config.plan(len(pairs), config.select)._replace(max_drift=config.max_drift)
         train(model.model, config, plan, problem, output)
     return output.path
+
+
+def _check_pairs(config: Config, most: int, all_tied: bool) -> None:
+    """That any source has candidates to compare; a loss of one's own may do without. most: candidates of a source."""
+    if callable(config.loss) or (most > 1 and not (all_tied and config.similarity == "fine_tuned")):
+        return
+    why = "every source has one candidate only" if most < 2 else "all candidates of a source are equally similar to its target"
+    raise CalibeamError(
+        f"there is nothing to calibrate: {why}. Decode more candidates (decode.num_candidates), sample them "
+        "(decode.method=nucleus), or compare them in another way (score.similarity)"
+    )
 
 
 def _drift(tokens: float, figures: Mapping[str, float]) -> float:
     """e to the divergence of a token, by the mean number of tokens in a target: a ratio, as one of perplexities is."""
     return math.exp(min(figures["regularization"] / tokens, 700.0))
+
+
+def _regularizer(config: Config) -> Callable[..., Any]:
+    return config.regularizer if callable(config.regularizer) else REGULARIZERS[config.regularizer]
 
 
 def adapt(model: Seq2Seq, config: Config) -> lora.Adapter | None:
@@ -159,11 +190,31 @@ def adapt(model: Seq2Seq, config: Config) -> lora.Adapter | None:
     return adapter
 
 
+class Candidates:
+    """The candidates of every example with their similarities, as `score` wrote them."""
+
+    def __init__(self, scored: store.Folder, pairs: Pairs) -> None:
+        self._token_ids, self._similarity, self.most, self.without_a_pair = Compact(), Compact("f"), 0, 0
+        rows = scored.stream("scored", store.SCORED, columns=["id", "token_ids", "similarity"])
+        for name, row in itertools.zip_longest(map(pairs.name, range(len(pairs))), rows):
+            if row is None or row["id"] != name:
+                raise CalibeamError(f"{scored.path} does not hold the examples of its data in their order")
+            for token_ids in row["token_ids"]:
+                self._token_ids.append(token_ids)
+            self._similarity.append(row["similarity"])
+            self.most = max(self.most, len(row["similarity"]))
+            self.without_a_pair += len(set(row["similarity"])) < 2
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        own = self._similarity.places(place)
+        return {"token_ids": [self._token_ids[number] for number in own], "similarity": self._similarity[place].tolist()}
+
+
 class CalibrationStep:
     """Algorithm 1's loss: calibration of candidates plus lambda times regularisation on the target.
 
-    The frozen fine-tuned model is the reference: a copy, or the model itself without its adapter. Dropout is off in
-    both, so before the first step the KL divergence between them is 0 but for rounding. The target goes through the model
+    The frozen fine-tuned model is the reference, where one is needed: a copy, or the model itself without its adapter. Dropout is
+    off in both, so before the first step the KL divergence between them is 0 but for rounding. The target goes through the model
     together with the candidates.
     """
 
@@ -173,7 +224,7 @@ class CalibrationStep:
         if reference is not model:
             reference.model.requires_grad_(False)
         self._loss = config.loss if callable(config.loss) else CALIBRATION_LOSSES[config.loss]
-        self._regularizer = config.regularizer if callable(config.regularizer) else REGULARIZERS[config.regularizer]
+        self._regularizer = _regularizer(config)
         self._sample = self._loss in PAIR_LOSSES and config.pairs == "sampled"
         self._beta, self._length_alpha, self._similarity = config.beta, config.length_alpha, config.similarity
         self._config = config
@@ -181,8 +232,8 @@ class CalibrationStep:
 
     def batch(
         self,
-        sources: Sequence[Sequence[int]],
-        targets: Sequence[Sequence[int]],
+        sources: Sequence[Ids],
+        targets: Sequence[Ids],
         rows: Sequence[dict[str, Any]],
         seeds: Sequence[int],
     ) -> Batch:
@@ -197,7 +248,8 @@ class CalibrationStep:
             for each in tuned.roomy_batch(sequences, max(most, self._config.max_target_length))
         )
         return {
-            **batch_of_pairs(tuned, sources, targets, self._config), "similarity": similarity, "exists": exists,
+            **batch_of_sources(tuned, sources, self._config), "similarity": similarity, "exists": exists,
+            **planned_targets(tuned, token_ids[:, :1].contiguous(), token_mask[:, :1].contiguous()),
             "token_ids": token_ids, "token_mask": token_mask,
             "plan": plan(token_ids, token_mask, tuned.model.config.hidden_size, tuned.device, first=1),
         }  # fmt: skip
@@ -228,7 +280,7 @@ class CalibrationStep:
             "agreement": share.sum(),
         }
 
-    def _choose(self, rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> tuple[Tensor, Tensor, list[list[list[int]]]]:
+    def _choose(self, rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> tuple[Tensor, Tensor, list[list[Ids]]]:
         """Similarities and which candidates exist [batch, candidates], and the candidates' token ids."""
         import torch
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from calibeam import display, store
+from calibeam import display, signals, store
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError
 from calibeam.stages.tokenizer import EOS, PAD, TOKENIZER, UNK, ending
@@ -42,7 +42,7 @@ class Config(StageConfig):
     data: str = option("", "the folder written by prepare, to train a small tokenizer on", identity=False)
     tokenizer: str = option("", "the folder written by tokenizer, instead", identity=False)
     vocab_size: int = option(8192, "tokens of the vocabulary, if it is trained here", at_least=260)
-    size: str = option("tiny", "a size by name, the last four the paper's; what follows changes it", choices=lambda: SIZES)
+    size: str = option("tiny", "a size by name, the last four the paper's; the settings below override it", choices=lambda: SIZES)
     d_model: int | None = option(None, "hidden size", at_least=8)
     encoder_layers: int | None = option(None, "layers of the encoder", at_least=1)
     decoder_layers: int | None = option(None, "layers of the decoder", at_least=1)
@@ -74,7 +74,8 @@ def run(config: Config, *, force: bool = False) -> Path:
             tokenizer = AutoTokenizer.from_pretrained(inputs["tokenizer"].path / TOKENIZER)
         else:
             examples = inputs["data"].examples("train")
-            tokenizer = train_tokenizer((text for e in examples for text in (e.source, *e.targets)), config.vocab_size)
+            texts = (text for e in examples for text in (e.source, *e.targets))
+            tokenizer = signals.aside(lambda: train_tokenizer(texts, config.vocab_size))
         tokenizer.model_max_length = config.max_position_embeddings
         torch.manual_seed(config.seed)
         model = PegasusForConditionalGeneration(

@@ -2,7 +2,7 @@
 
 Reads:   the folder written by prepare, and a fine-tuned model
 Writes:  candidates-00000.parquet and so on: token ids, texts and log P of every candidate, best first.
-         A run that was interrupted goes on where it stopped
+         An interrupted run resumes where it stopped
 Example: calibeam decode out/data.toml method=nucleus num_candidates=15 top_p=0.9
 """
 
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibeam import display, shards, store
 from calibeam.paper.decoding import DECODERS
-from calibeam.recipe import option
+from calibeam.recipe import LENGTHS, StageConfig, option
 from calibeam.records import CalibeamError
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 Source = tuple[str, Sequence[int]]
 """An example's id, and the token ids of its source."""
+LOOKED_AT = 200
+"""Sources, by which it is judged whether a model and a dataset fit each other."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +61,15 @@ def run(config: Config, *, force: bool = False) -> Path:
     output = store.Output("decode", config, {"data": data, "model": model}, force=force)
     if output.done:
         return output.path
-    check_positions(seq2seq.load_config(model.path), config.max_source_length, config.max_new_tokens)
+    check_lengths("decode", config, seq2seq.max_positions(seq2seq.load_config(model.path)))
+    notes = look_at_sources("decode", model.path, data, config.split)
     total, maker = data.count(config.split), Decoder(config, data.example_table(config.split), model.path)
     if config.engine == "local":
         maker.load()  # what is wrong with it is told before anything is written
     with output.writing(resume=True):
         table = output.shards("candidates", store.CANDIDATES)
-        counts = shards.fill(output, table, maker, total, f"decode {config.method} {config.num_candidates}")
+        counts, left_out = shards.fill(table, maker, total, f"decode {config.method} {config.num_candidates}")
+        output.notes += [*notes, *(f"the model's generation config asks for {it}; not applied" for it in left_out)]
         output.counts |= counts
     display.say(
         f"decode: {counts['candidates']:,} candidates of {total:,} sources; "
@@ -105,10 +109,9 @@ class Decoder:
         )  # fmt: skip
         rows = [{**row, "method": config.method, "seed": config.seed} for row in found]
         kept, drawn = sum(len(row["log_p"]) for row in rows), sum(sum(row["times_drawn"]) for row in rows)
-        heuristics = seq2seq.ignored_heuristics(self.tuned.model)
         return rows, {
             "counts": {"sources": len(rows), "sources_cut": cut, "candidates": kept, "merged_duplicates": drawn - kept},
-            "notes": [f"the model's generation config asks for {it}; not applied" for it in heuristics],
+            "notes": seq2seq.ignored_heuristics(self.tuned.model),
         }
 
 
@@ -136,19 +139,44 @@ def load_for_inference(folder: Path, device: str) -> Seq2Seq:
     return seq2seq.load(folder, device=device, dtype=seq2seq.fast_dtype(seq2seq.best_device(device)))
 
 
-def check_lengths(tuned: Seq2Seq, max_source_length: int, max_target_length: int) -> None:
-    """Before any work: the model must have a position for every token."""
-    check_positions(tuned.model.config, max_source_length, max_target_length)
+def check_lengths(stage: str, config: StageConfig, positions: int | None) -> None:
+    """Before any work: the model must have a position for every token. Only `score` cuts targets to as many as there are."""
+    if positions is None or stage == "score":
+        return
+    for key, names in LENGTHS.items():
+        for name in names:
+            if (length := getattr(config, name, 0)) > positions:
+                raise CalibeamError(
+                    f"{stage}.{name} is {length}, but the model has {positions} positions: lower it there, or {key} at the top "
+                    f"of the recipe (calibrate-model: --{key.replace('_', '-')})"
+                )
 
 
-def check_positions(model_config: Any, max_source_length: int, max_target_length: int) -> None:
-    """The same, of a model that is not loaded."""
-    from calibeam.seq2seq import max_positions
+def look_at_sources(stage: str, model: Path, data: store.Folder, split: str) -> list[str]:
+    """Before any work: an error if the tokenizer knows next to nothing of the first sources; notes of what else seems wrong."""
+    from calibeam import seq2seq
 
-    positions = max_positions(model_config)
-    for name, length in (("max_source_length", max_source_length), ("the longest target", max_target_length)):
-        if positions is not None and length > positions:
-            raise CalibeamError(f"{name} is {length}, but the model has {positions} positions")
+    sources = [row["source"] for row in data.example_table(split).between(0, LOOKED_AT)]
+    tokenizer, notes = seq2seq.load_tokenizer(model), []
+    tokens = [token for ids in tokenizer(sources, add_special_tokens=False, verbose=False)["input_ids"] for token in ids]
+    unknown = tokens.count(tokenizer.unk_token_id) / max(len(tokens), 1)
+    if unknown > 0.9:
+        raise CalibeamError(
+            f"the tokenizer in {model} does not know {unknown:.0%} of the tokens of the sources, such as {sources[0][:60]!r}: "
+            "is it the model's own, and are these the right data?"
+        )
+    if unknown > 0.1:
+        notes.append(f"the model's tokenizer does not know {unknown:.0%} of the tokens of the sources and reads <unk> there")
+    prefixes = seq2seq.task_prefixes(seq2seq.load_config(model))
+    if prefixes and not data.manifest["settings"].get("source_prefix") and not any(s.startswith(prefixes) for s in sources):
+        listed = ", ".join(repr(prefix[:40]) for prefix in prefixes[:3])
+        notes.append(
+            f"the model's config names task prefixes ({listed}), and no source begins with one. If the model was fine-tuned "
+            "with a prefix, give it: prepare.source_prefix (calibrate-model: --source-prefix)"
+        )
+    for note in notes:
+        display.say(f"{stage}: {note}", style="yellow")
+    return notes
 
 
 def decode_all(

@@ -2,7 +2,7 @@
 
 Reads:   the folder written by prepare, a model, and the model whose states similarity is measured in
 Writes:  results.json: every figure with its interval and signature; behind them outputs, candidates and statistics, in shards
-         such as outputs-00000.parquet. A run that was interrupted goes on where it stopped
+         such as outputs-00000.parquet. An interrupted run resumes where it stopped
 Example: calibeam evaluate output=out/test data=out/data model=out/calibrate num_candidates=[1,5] 'metrics=["squad_qg"]'
 """
 
@@ -12,7 +12,7 @@ import itertools
 import math
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -26,8 +26,8 @@ from calibeam.paper.decoding import DECODERS
 from calibeam.paper.likelihood import perplexity
 from calibeam.paper.rouge import NEWLINE_MARK, ROUGE_KINDS, rouge
 from calibeam.recipe import option, plain
-from calibeam.records import CalibeamError, Example, places_of_some, some_of
-from calibeam.stages.decode import check_output_length, check_positions, check_search, decode_sources, load_for_inference
+from calibeam.records import CalibeamError, Example, some_of
+from calibeam.stages.decode import check_lengths, check_output_length, check_search, decode_sources, load_for_inference
 from calibeam.stages.score import BERTSCORE, SimilarityConfig, similarities
 from calibeam.tasks import TASKS
 
@@ -81,10 +81,10 @@ class Config(SimilarityConfig, shards.EngineConfig):
     min_new_tokens: int = option(0, "the shortest output", at_least=0)
     max_source_length: int = option(512, "source tokens; longer sources are cut", at_least=1)
     max_target_length: int = option(128, "target tokens; longer targets are cut", at_least=1)
-    max_examples: int = option(0, "evaluate at most so many, chosen by a hash of their id; 0 for all", at_least=0)
+    max_examples: int = option(0, "evaluate at most this many, chosen by a hash of their id; 0 for all", at_least=0)
     metrics: tuple[str | Callable[..., Any], ...] = option(
         (),
-        "what to measure besides rouge and repetition; not given: the task's own",
+        "what to measure besides rouge and repetition; the task's own if not given",
         choices=lambda: (*official.METRICS, BERTSCORE),
     )
     newline: str = option(NEWLINE_MARK, "what separates sentences for ROUGE-Lsum besides newlines: PEGASUS writes <n>")
@@ -126,24 +126,25 @@ def run(config: Config, *, force: bool = False) -> Path:
     output = store.Output("evaluate", config, inputs, force=force)
     if output.done:
         return output.path
-    longest = max(config.max_new_tokens, config.max_target_length)
-    check_positions(seq2seq.load_config(model.path), config.max_source_length, longest)
+    check_lengths("evaluate", config, seq2seq.max_positions(seq2seq.load_config(model.path)))
     maker = Evaluator(config, data, model.path, reference.path, encoder)
     if config.engine == "local":
         maker.load()
     with output.writing(resume=True):
-        measured_by = _metrics(config, data.manifest["settings"].get("task", ""), encoder, maker.bertscore)
+        bertscore = maker.here().bertscore if BERTSCORE in config.metrics else None
+        measured_by = _metrics(config, data.manifest["settings"].get("task", ""), encoder, bertscore)
         table = output.shards("candidates", CANDIDATES)
-        counts = shards.fill(output, table, maker, maker.count, f"evaluate {config.split}")
+        counts, left_out = shards.fill(table, maker, maker.count, f"evaluate {config.split}")
         made = ((table.rows(number), [*maker.inputs(number).values()]) for number in maker.numbers())
         with display.Bar(f"measure {config.split}", maker.count) as bar:
             found = record(output, made, measured_by, bar.advance)
         figures = {
             "split": config.split,
             "examples": maker.count,
-            "perplexity": mean_perplexity(maker.evaluated, maker.examples(), config.max_source_length, config.max_target_length),
+            "perplexity": perplexity(counts.pop("target_log_p"), counts.pop("target_tokens")),
             "perplexity_signature": f"perplexity|per token, end token included|references:all|calibeam:{calibeam.__version__}",
             **_of_references(maker.examples()),
+            "heuristics_left_out": left_out,
             "settings": [_result(config, way, found[way.name]) for way in config.ways()],
         }
         output.write_json("results.json", figures)
@@ -164,10 +165,8 @@ class Evaluator:
     size: int = field(default_factory=lambda: shards.SIZE)
 
     def __post_init__(self) -> None:
-        self.table, most = self.data.example_table(self.config.split), self.config.max_examples
-        there = self.data.count(self.config.split)
-        ids = (row["id"] for row in self.data.stream(self.config.split, store.EXAMPLES, columns=["id"]))
-        self.places = places_of_some(ids, most) if 0 < most < there else range(there)
+        self.table = self.data.example_table(self.config.split)
+        self.places = self.data.places_of_some(self.config.split, self.config.max_examples)
 
     @property
     def count(self) -> int:
@@ -175,11 +174,10 @@ class Evaluator:
 
     def numbers(self) -> range:
         """Of the shards."""
-        return range(-(-self.count // self.size))
+        return shards.numbers(self.count, self.size)
 
     def examples(self) -> Iterator[Example]:
-        for number in self.numbers():
-            yield from self.inputs(number).values()
+        return self.data.stream_examples(self.config.split, self.config.max_examples)
 
     @cached_property
     def evaluated(self) -> Seq2Seq:
@@ -197,23 +195,35 @@ class Evaluator:
     def load(self) -> object:
         return self.evaluated, self.judge, self.bertscore
 
+    def here(self) -> Evaluator:
+        """As the process works that asks others: on what it has itself, which may be no GPU."""
+        return self if self.config.engine == "local" else replace(self, config=replace(self.config, device="auto"))
+
     def inputs(self, number: int) -> dict[str, Example]:
         places = self.places[number * self.size : (number + 1) * self.size]
         rows = self.table.between(places[0], places[-1] + 1)
         return {rows[place - places[0]]["id"]: store.example_of(rows[place - places[0]]) for place in places}
 
     def make(self, inputs: dict[str, Example], advance: Callable[..., None]) -> tuple[list[dict[str, Any]], shards.Facts]:
+        from calibeam import seq2seq
+
         config, examples, ways = self.config, [*inputs.values()], self.config.ways()
         sources, sources_cut = self.evaluated.encode_sources([example.source for example in examples], config.max_source_length)
-        _, targets_cut = self.evaluated.encode_targets([t for e in examples for t in e.targets], config.max_target_length)
+        targets, targets_cut = self.evaluated.encode_targets([t for e in examples for t in e.targets], config.max_target_length)
+        of_targets = [ids for ids, example in zip(sources, examples, strict=True) for _ in example.targets]
 
         def advance_part(done: int = 1) -> None:
             """Of each source, a way is two parts and the tokens' log-probs are one."""
             advance(done / (2 * len(ways) + 1))
 
         found = [self._candidates(way, examples, sources, advance_part) for way in ways]
-        counts = {"sources": len(examples), "sources_cut": sources_cut, "targets_cut": targets_cut}
-        return [*with_tokens(self.evaluated, sources, found, advance_part)], {"counts": counts, "notes": []}
+        rows = [*with_tokens(self.evaluated, sources, found, advance_part)]
+        log_p, tokens = _log_p(self.evaluated, of_targets, targets)
+        cut = {"sources_cut": sources_cut, "targets_cut": targets_cut}
+        return rows, {
+            "counts": {"sources": len(examples), **cut, "target_log_p": log_p, "target_tokens": tokens},
+            "notes": seq2seq.ignored_heuristics(self.evaluated.model),
+        }
 
     def _candidates(
         self, way: Way, examples: Sequence[Example], sources: Sequence[Sequence[int]], advance: Callable[..., None]

@@ -1,21 +1,25 @@
 """Write the calibrated model as an ordinary Hugging Face checkpoint, or its adapter alone, with a model card.
 
 Reads:   the folders written by calibrate and by evaluate, before and after
-Writes:  weights, tokenizer, generation config and README.md, which AutoModelForSeq2SeqLM loads without calibeam;
-         after lora_save=adapter, what peft loads beside the fine-tuned model
+Writes:  weights, tokenizer, generation config and README.md, which AutoModelForSeq2SeqLM loads without calibeam: the
+         fine-tuned model as it was if no step was better; after lora_save=adapter, what peft loads with the fine-tuned model
 Example: calibeam export out/data.toml output=my-calibrated-model
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibeam import display, page, store
+from calibeam import display, page, stages, store
 from calibeam.recipe import StageConfig, option
-from calibeam.stages.report import compare
+from calibeam.stages.report import compare, exports_adapter, is_unchanged, remarks
+
+GENERIC = frozenset({"model", *stages.STAGES})
+"""Names of folders that say nothing of the model in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,42 +33,68 @@ def run(config: Config, *, force: bool = False) -> Path:
     calibrated = store.read(config.calibrated, "calibrate")
     before, after = store.read(config.before, "evaluate"), store.read(config.after, "evaluate")
     inputs = {"calibrated": calibrated, "before": before, "after": after}
-    output = store.Output("export", config, inputs, force=force)
+    as_it_was = is_unchanged(calibrated) and not exports_adapter(calibrated)
+    if as_it_was:
+        inputs["model"] = calibrated.input("model")
+    output = store.Output("export", config, inputs, force=force, is_public=True)
     if output.done:
         return output.path
     with output.writing():
-        shutil.copytree(calibrated.path / _kind(calibrated), output.folder, dirs_exist_ok=True)
-        (output.folder / "README.md").write_text(card(calibrated, before, after, output.path.name), encoding="utf-8")
+        if as_it_was:
+            _copy_model(inputs["model"].path, output.folder)
+        else:
+            kind = "adapter" if exports_adapter(calibrated) else "model"
+            shutil.copytree(calibrated.path / kind, output.folder, dirs_exist_ok=True)
+            _write_length(output.folder / "generation_config.json", after.manifest["settings"]["max_new_tokens"])
+        (output.folder / "README.md").write_text(card(calibrated, before, after, _name_of(output.path)), encoding="utf-8")
     display.say(f"export: {output.path}")
     return output.path
 
 
+def _copy_model(model: Path, folder: Path) -> None:
+    """With its own generation config and numbers, to the byte."""
+    from calibeam.seq2seq import OWN_FILES
+
+    for file in {file for pattern in OWN_FILES for file in model.glob(pattern) if file.is_file()}:
+        shutil.copyfile(file, folder / file.name)
+
+
+def _write_length(generation_config: Path, max_new_tokens: int) -> None:
+    """That which was measured; else transformers would stop after 20 tokens. An adapter has no such file."""
+    if generation_config.is_file():
+        told = json.loads(generation_config.read_text(encoding="utf-8"))
+        told.pop("max_length", None)
+        generation_config.write_text(json.dumps({**told, "max_new_tokens": max_new_tokens}, indent=2) + "\n", encoding="utf-8")
+
+
 def card(calibrated: store.Folder, before: store.Folder, after: store.Folder, name: str) -> str:
     """What was done, and what it changed."""
-    settings = calibrated.manifest["settings"]
+    settings, comparison = calibrated.manifest["settings"], compare(before, after)
+    base = public_name(settings["model"])
     return page.fill(
         "card.md",
-        name=name,
-        base=public_name(settings["model"]),
+        name=f"{name}-calibrated" if name == base else name,
+        base=base,
         base_is_on_hub=_is_hub_id(settings["model"]),
-        kind=_kind(calibrated),
+        is_adapter=exports_adapter(calibrated),
+        unchanged=is_unchanged(calibrated),
         settings=settings,
+        decoding=after.manifest["settings"],
+        source_prefix=before.input("data", "prepare").manifest["settings"].get("source_prefix", ""),
         manifest=calibrated.manifest,
-        comparison=compare(before, after),
+        comparison=comparison,
+        remarks=remarks(comparison, calibrated),
     )
 
 
-def _kind(calibrated: store.Folder) -> str:
-    """Which of its folders is wanted."""
-    return "adapter" if calibrated.manifest["settings"].get("lora_save") == "adapter" else "model"
-
-
 def public_name(model: str) -> str:
-    """A Hub id as it is; of a folder only its name, for a card must not tell where things lie on a disk."""
-    if _is_hub_id(model):
-        return model
-    parts = Path(model).resolve().parts
-    return parts[-2] if parts[-1] == "model" and len(parts) > 1 else parts[-1]
+    """A Hub id as it is; of a folder only a name, for a card must not tell where things lie on a disk."""
+    return model if _is_hub_id(model) else _name_of(Path(model))
+
+
+def _name_of(folder: Path) -> str:
+    _, *parts = folder.resolve().parts
+    return next((part for part in reversed(parts) if part not in GENERIC), "model")
 
 
 def _is_hub_id(model: Any) -> bool:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from calibeam import store
 from calibeam.recipe import option
-from calibeam.training import SELECTIONS, ExamplesConfig, Item, Problem, Shuffled, batch_of_pairs, encoded, forced, train
+from calibeam.training import SELECTIONS, ExamplesConfig, Pairs, Problem, Shuffled, batch_of_pairs, encoded, forced, train
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ class Config(ExamplesConfig):
 
 def run(config: Config, *, force: bool = False) -> Path:
     from calibeam import seq2seq
-    from calibeam.stages.decode import check_lengths
+    from calibeam.stages.decode import check_lengths, look_at_sources
     from calibeam.stages.evaluate import Validation
 
     data = store.read(config.data, "prepare")
@@ -41,21 +41,20 @@ def run(config: Config, *, force: bool = False) -> Path:
     if output.done:
         return output.path
     model = seq2seq.load(start.path, device=config.device)
-    check_lengths(model, config.max_source_length, config.max_target_length)
-    pairs = [(e.id, e.source, target) for e in data.examples("train") for target in e.targets]
-    sources, sources_cut = model.encode_sources([source for _, source, _ in pairs], config.max_source_length)
-    targets, targets_cut = model.encode_targets([target for _, _, target in pairs], config.max_target_length)
+    check_lengths("finetune", config, seq2seq.max_positions(model.model.config))
+    notes = look_at_sources("finetune", start.path, data, "train")
+    texts = ((e.id, e.source, target) for e in data.stream_examples("train") for target in e.targets)
+    pairs = Pairs(model, texts, config, by_token=True)
     validation = Validation(model, data.examples("validation"), config)
 
     def batch(some: Sequence[int], seeds: Sequence[int]) -> Batch:
-        return batch_of_pairs(model, [sources[index] for index in some], [targets[index] for index in some], config)
+        return batch_of_pairs(model, [pairs.sources[place] for place in some], [pairs.targets[place] for place in some], config)
 
     def loss(batch: Batch) -> dict[str, Tensor]:
         return {"loss": forced(encoded(model.model, batch), batch).cross_entropy().sum()}
 
-    items = [Item(name, len(sources[index]), len(targets[index]), index) for index, (name, _, _) in enumerate(pairs)]
     problem = Problem(
-        batches=Shuffled(items, config.batch_size, config.seed),
+        batches=Shuffled(pairs, config.batch_size, config.seed),
         batch=batch,
         loss=loss,
         validate=lambda: validation.measure(config.select),
@@ -64,6 +63,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         shown={"loss": "loss"},
     )
     with output.writing(resume=True):
-        output.counts |= {"examples": len(items), "sources_cut": sources_cut, "targets_cut": targets_cut}
-        train(model.model, config, config.plan(len(items), config.select), problem, output)
+        output.notes += notes
+        output.counts |= {"examples": len(pairs), **pairs.cut}
+        train(model.model, config, config.plan(len(pairs), config.select), problem, output)
     return output.path

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from calibeam import display, rows, store
 from calibeam.paper.metrics import Properties, properties
 from calibeam.recipe import StageConfig, option
-from calibeam.records import CalibeamError, Example, hash_of
+from calibeam.records import CalibeamError, Example, hash_of, kind_of
 from calibeam.rows import LONGEST_FIELD, Complaint
 from calibeam.tasks import TASKS
 from calibeam.tasks.task import SPLITS, UNSPLIT, Task, split_by_hash
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 SHOWN = 5
 TOLERATED = 100  # a published dataset may have one row in so many that cannot be used
+SKIPPED = "skipped: "
 SPECIAL_TOKENS = re.compile(r"</?s>|<pad>|<unk>|<mask>|<extra_id_\d+>|\[(?:PAD|CLS|SEP|UNK|MASK)\]")
 
 
@@ -41,16 +43,18 @@ class Config(StageConfig):
     validation: str = option("", "file of validation rows", identity=False)
     test: str = option("", "file of test rows; without one, half of the validation rows are set aside", identity=False)
     task: str = option("", "a dataset known by name, instead of files", choices=lambda: ("", *TASKS))
-    path: str = option("", "for a task: the folder or file of what is published, instead of the Hub", identity=False)
+    path: str = option("", "for a task: the folder or file with its published data, instead of the Hub", identity=False)
     packages: tuple[str, ...] = option(("stdlib",), "for task=docstrings: the installed packages to read")
     fresh: bool = option(False, "for task=docstrings: only names that the demo's model was not trained on")
     source_column: str = option("source", "the column of the source text")
+    source_prefix: str = option("", "text to put before every source, such as 'summarize: '; mind the space at its end")
     target_columns: tuple[str, ...] = option(("target",), "the columns of the references; each a string or a list")
     id_column: str = option("id", "the column of the row's id; rows are numbered where there is none")
     bad_rows: str = option(
         "error", "what to do with rows that cannot be used; a task may have 1 in 100", choices=lambda: ("error", "skip")
     )
-    max_train: int = option(0, "keep at most so many rows, chosen by a hash of their id; 0 for all", at_least=0)
+    merge_sources: bool = option(False, "consecutive rows with the same source become one example with all their targets")
+    max_train: int = option(0, "keep at most this many rows, chosen by a hash of their id; 0 for all", at_least=0)
     max_validation: int = option(0, "likewise", at_least=0)
     max_test: int = option(0, "likewise", at_least=0)
 
@@ -58,6 +62,8 @@ class Config(StageConfig):
         super().__post_init__()
         if not self.target_columns:
             raise CalibeamError("target_columns must name at least one column")
+        if not rows.is_unicode(self.source_prefix):
+            raise CalibeamError("source_prefix is not valid Unicode")
 
 
 class Names(NamedTuple):
@@ -135,13 +141,15 @@ def run(config: Config, *, force: bool = False) -> Path:
         chosen = _chosen(read, places, config, task, output)
         for name, (split, wanted) in chosen.items():
             if not (len(split) if wanted is None else wanted):
-                raise CalibeamError(f"the {name} split is empty" + "".join(f": {place}" for place in places.get(name, [])[:1]))
+                raise CalibeamError(f"the {name} split is empty{_why_empty(name, places, read, output)}")
         if task and not task.generate:
             _show(task, read, output)
         oddities = Oddities()
         for name, (split, wanted) in chosen.items():
-            rows = oddities.watch(name, (e for e in split.examples() if wanted is None or hash_of(e.id) in wanted))
-            output.write_rows(name, ({"id": e.id, "source": e.source, "targets": e.targets} for e in rows), store.EXAMPLES)
+            kept: Iterable[Example] = (e for e in split.examples() if wanted is None or hash_of(e.id) in wanted)
+            found = oddities.watch(name, _merged(kept) if config.merge_sources else kept)
+            made = ({"id": e.id, "source": config.source_prefix + e.source, "targets": e.targets} for e in found)
+            output.write_rows(name, made, store.EXAMPLES)
         for split in read.values():
             split.drop()
         output.counts |= oddities.rows
@@ -152,13 +160,33 @@ def run(config: Config, *, force: bool = False) -> Path:
     return output.path
 
 
+def _why_empty(split: str, places: Mapping[str, Sequence[str]], read: Mapping[str, Split], output: store.Output) -> str:
+    if split in places:
+        skipped = [note.removeprefix(SKIPPED) for note in output.notes if note.startswith(SKIPPED)]
+        why = next((f", as all rows were skipped: {note}" for note in skipped if note.startswith(_name(places[split][0]))), "")
+        return why or f": {places[split][0]} has no rows"
+    if split == "test" and "validation" in places:
+        return (
+            ": without a test file, half of the validation rows become the test split, and there is only "
+            f"{len(read['validation'])}. Give a test file, or more validation rows"
+        )
+    return ""
+
+
+def _merged(examples: Iterable[Example]) -> Iterator[Example]:
+    """As every reference in a row of its own is published: neighbours with one source as one, under the first one's id."""
+    for source, some in itertools.groupby(examples, key=lambda example: example.source):
+        first, *others = some
+        yield Example(first.id, source, tuple(dict.fromkeys(text for each in (first, *others) for text in each.targets)))
+
+
 def _places(config: Config, task: Task | None) -> dict[str, list[str]]:
     """Where the rows of each split are."""
     files = {split: [name] for split in SPLITS if (name := getattr(config, split))}
     if bool(task) == bool(files):
         raise CalibeamError("prepare needs either a task or files: train, validation and, if there is one, test")
     if config.path and (task is None or task.generate):
-        raise CalibeamError("path belongs to a task that is published as files")
+        raise CalibeamError("path is only for a task that is published as files")
     if task is None:
         for split in ("train", "validation"):
             if split not in files:
@@ -183,6 +211,8 @@ def _read(
         for place in some:
             problems: list[tuple[int, str]] = []
             bad = taken = 0
+            there: list[str] | None = None  # the columns of the first row
+            missing = set[str]() if task else {names.source, *names.targets, *({names.id} - {Names().id})}
             for number, row in _plain_rows(place, part, task):
                 split = _split(row, part, lists)
                 if split is None:
@@ -192,21 +222,42 @@ def _read(
                     _measure(row, read[split].measured, task.hides(split))
                     if task.hides(split) and row.get("target") == []:
                         continue
+                if missing and isinstance(row, dict):
+                    there, missing = there or [*row], missing - row.keys()
                 example, problem = _example(row, next(numbers), names)
                 problem = read[split].take(example, number, names) if example else problem
                 if problem and len(problems) < SHOWN:
                     problems.append((number, problem))
                 bad, taken = bad + bool(problem), taken + (not problem)
+            if missing and there is not None:
+                raise _no_column(min(missing), names, place, there)
             tolerated = config.bad_rows == "skip" or (task is not None and bad * TOLERATED <= taken)
             _report(bad, problems, place, part, tolerated, output)
+
+
+def _no_column(column: str, names: Names, place: str, there: Sequence[str]) -> CalibeamError:
+    """Of which no row has any: it goes by another name."""
+    options = {names.id: ("id_column", "--id-column"), names.source: ("source_column", "--source-column")}
+    key, option = options.get(column, ("target_columns", "--target-column"))
+    several = [part.strip() for part in column.split(",")] if key == "target_columns" else []
+    hint = f"; several are written prepare.{key}={json.dumps(several)}" if len(several) > 1 else ""
+    return CalibeamError(
+        f"no row of {place} has a column {column!r}; it has {', '.join(map(repr, there)) or 'none'}. "
+        f"Name the column with prepare.{key} (calibrate-model: {option}){hint}"
+    )
 
 
 def _plain_rows(place: str, part: str, task: Task | None) -> Iterator[tuple[int, Any]]:
     """Rows of id, source and target, or a Complaint, with the number of the row that each stands in."""
     published = task.unpack(rows.read(place), place) if task else rows.read(place)
-    for number, row in enumerate(published, start=1):
-        for plain in task.plain(row, part) if task else (row,):
-            yield number, plain
+    try:
+        for number, row in enumerate(published, start=1):
+            for plain in task.plain(row, part) if task else (row,):
+                yield number, plain
+    except CalibeamError as error:
+        if not place.startswith("hf://"):
+            raise
+        raise CalibeamError(f"{error}\nprepare.path=FOLDER reads the published files from a disk instead") from error
 
 
 def _split(row: Any, part: str, lists: Mapping[str, str]) -> str | None:
@@ -231,11 +282,17 @@ def _report(bad: int, problems: Sequence[tuple[int, str]], place: str, split: st
         return
     listed = "\n  ".join(f"row {number}: {problem}" for number, problem in problems)
     more = f"\n  and {bad - len(problems):,} more" if bad > len(problems) else ""
-    message = f"has {bad:,} rows that cannot be used:\n  {listed}{more}"
+    message = f"has {bad:,} {'row' if bad == 1 else 'rows'} that cannot be used:\n  {listed}{more}"
     if not tolerated:
-        raise CalibeamError(f"{place} {message}\nMend them, or pass bad_rows=skip to leave them out")
-    output.notes.append(f"skipped: {Path(place).name} {message}")
+        advice = "Fix them, or leave them out with prepare.bad_rows=skip (calibrate-model: --bad-rows skip)"
+        raise CalibeamError(f"{place} {message}\n{advice}")
+    output.notes.append(f"{SKIPPED}{_name(place)} {message}")
     output.counts[f"{split}_skipped"] = output.counts.get(f"{split}_skipped", 0) + bad
+
+
+def _name(place: str) -> str:
+    """Without where it lies: notes are for others to read, too."""
+    return Path(place).name
 
 
 def _example(row: Any, number: int, names: Names) -> tuple[Example | None, str]:
@@ -252,7 +309,7 @@ def _example(row: Any, number: int, names: Names) -> tuple[Example | None, str]:
         values = value if isinstance(value, list) and column != names.source else [value]
         for text in values:
             if not isinstance(text, str):
-                return None, f"field {column!r} is {'missing' if text is None else f'a {type(text).__name__}, not text'}"
+                return None, f"field {column!r} is {'missing' if text is None else f'{kind_of(text)}, not text'}"
             if not text.strip():
                 return None, f"field {column!r} is empty"
             if len(text) > LONGEST_FIELD:
@@ -265,7 +322,7 @@ def _example(row: Any, number: int, names: Names) -> tuple[Example | None, str]:
         return None, f"field {names.targets[0]!r} is empty"
     given = row.get(names.id)
     if given is not None and not isinstance(given, str | int):
-        return None, f"field {names.id!r} is a {type(given).__name__}, not text or a whole number"
+        return None, f"field {names.id!r} is {kind_of(given)}, not text or a whole number"
     if not rows.is_unicode(str(given)):
         return None, f"field {names.id!r} is not valid Unicode"
     return Example(str(number if given is None else given), texts[names.source][0], targets), ""
@@ -340,7 +397,7 @@ class Oddities:
             what = f"sources of the {split} split are also in the training split"
             _note(f"{split}_sources_in_train", self._leaked[split], what, output)
         _note("rows_with_a_reference_twice", self._twice, "rows have the same reference twice", output)
-        what = "a tokenizer that knows them takes them for its own, and a target ends at an end token"
+        what = "a tokenizer that knows them does not treat them as text, and a target ends at an end token"
         _note("rows_with_special_tokens", self._special, f"rows hold special tokens such as </s> as text: {what}", output)
 
 

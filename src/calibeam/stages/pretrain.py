@@ -4,7 +4,7 @@ Reads:   files of documents, and a model to begin with, which create makes
 Writes:  model/: the last weights; log.jsonl: every step and validation
 Example: calibeam pretrain output=out/pretrained model=out/new files='["corpus/*.jsonl.gz"]' max_steps=100000
 
-Stopped, it goes on from its last checkpoint when it is run again, to the same weights.
+If stopped, it resumes from its last checkpoint when it is run again, to the same weights.
 """
 
 from __future__ import annotations
@@ -49,14 +49,17 @@ class Config(CorpusConfig, TrainingConfig):
     highest_gap_ratio: float = option(0.0, "draw the share of every example between gap_ratio and this", at_least=0, at_most=1)
     gap_noise: float = option(0.0, "multiply scores by numbers drawn from 1 - this to 1 + this", at_least=0, at_most=1)
     mlm_ratio: float = option(
-        0.0, "the share of the other tokens that the encoder has to tell, as in BERT", at_least=0, at_most=1
+        0.0, "the share of the other tokens that are masked for the encoder to predict, as in BERT", at_least=0, at_most=1
     )
     buffer_size: int = option(10_000, "examples that are held and drawn from at random", at_least=1)
-    workers: int = option(
-        min(8, (os.cpu_count() or 1) - 1), "processes that prepare data; 0 for none", at_least=0, identity=False
+    workers: int | None = option(
+        None,
+        "processes that prepare data; as many as cores but one, at most 8, if not given",
+        at_least=0,
+        identity=False,
     )
     validation_files: tuple[str, ...] = option((), "files of documents to measure perplexity on", identity=False)
-    validation_examples: int = option(500, "of these, the first so many examples; 0 for all", at_least=0)
+    validation_examples: int = option(500, "how many of their examples, from the first on; 0 for all", at_least=0)
     eval_steps: int = option(1000, "steps between validations", at_least=1)
 
 
@@ -75,7 +78,7 @@ def run(config: Config, *, force: bool = False) -> Path:
     if output.done:
         return output.path
     model = seq2seq.load(inputs["model"].path, device=config.device)
-    check_lengths(model, config.max_source_length, config.max_target_length)
+    check_lengths("pretrain", config, seq2seq.max_positions(model.model.config))
     task = _task(model, config)
     if config.mlm_ratio and families.anatomy(model.model) is None:
         raise CalibeamError(f"mlm_ratio needs a model of one of these kinds: {', '.join(families.FAMILIES)}")
@@ -104,7 +107,8 @@ def run(config: Config, *, force: bool = False) -> Path:
         sources, targets = [e.source.tolist() for e in held_out], [e.target.tolist() for e in held_out]
         return {"perplexity": perplexity_of(model, sources, targets)} if held_out else {}
 
-    stream = Stream(files, config, task, batch_size=config.batch_size, buffer_size=config.buffer_size, workers=config.workers)
+    workers = min(8, (os.cpu_count() or 1) - 1) if config.workers is None else config.workers
+    stream = Stream(files, config, task, batch_size=config.batch_size, buffer_size=config.buffer_size, workers=workers)
     with output.writing(resume=True), stream:
         batches = _Batches(stream)
         plan = Plan(config.max_steps, config.eval_steps, None)

@@ -33,11 +33,17 @@ SIDES = {"before": BEFORE, "after": AFTER}
 QUANTILES = 10
 MOST_POINTS = 400
 """Of a training curve; of longer ones, the means of so many parts are drawn."""
+MOST_BARS = 15
+"""Of lengths, for each model."""
 UNITS = (("hours", 3600), ("minutes", 60), ("seconds", 1))
 TABLES = {
     "outputs": (OUTPUTS, OUTPUTS.names[2:]),
     "candidates": (CANDIDATES, ["log_p", "similarity", "rouge", "pieces", "token_log_p"]),
 }
+PLACES = frozenset({
+    "output", "data", "model", "candidates", "scored", "reference", "train", "validation", "test", "path", "bertscore_model",
+})  # fmt: skip
+"""Settings that say where things lie and nothing of what was done: they are not for those whom a report is shown to."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +67,8 @@ def run(config: Config, *, force: bool = False) -> Path:
             findings = {
                 "title": config.title,
                 **comparison,
+                "unchanged": is_unchanged(calibrated),
+                "remarks": remarks(comparison, calibrated),
                 "reliability": reliability(comparison, before, after),
                 "lengths": lengths(comparison, before, after, examples()),
                 **history(data, calibrated, before, after),
@@ -77,7 +85,7 @@ def run(config: Config, *, force: bool = False) -> Path:
 
 def _examples(data: store.Folder, comparison: dict[str, Any]) -> Iterator[Example]:
     """Those that were evaluated."""
-    return itertools.islice(data.stream_examples(comparison["split"]), comparison["examples"])
+    return data.stream_examples(comparison["split"], comparison["examples"])
 
 
 def document(findings: dict[str, Any], drawn: dict[str, figures.Spec], held: int, data: dict[str, str]) -> str:
@@ -89,7 +97,7 @@ def document(findings: dict[str, Any], drawn: dict[str, figures.Spec], held: int
         title=findings["title"],
         version=calibeam.__version__,
         found=findings,
-        answer=answer(findings["rows"]),
+        answer="" if findings["unchanged"] else answer(findings["rows"]),
         headline=headline(findings["rows"]),
         held=held,
         curve_name=curve_name,
@@ -196,6 +204,31 @@ def answer(rows: list[dict[str, Any]]) -> str:
     return f"Not measurably: no significant difference in quality with {'any decoder' if len(rows) > 1 else rows[0]['setting']}."
 
 
+def is_unchanged(calibrated: store.Folder) -> bool:
+    """Whether calibration gave the fine-tuned model back."""
+    return calibrated.manifest["counts"]["best_step"] == 0
+
+
+def exports_adapter(calibrated: store.Folder) -> bool:
+    return calibrated.manifest["settings"].get("lora_save") == "adapter"
+
+
+def remarks(comparison: dict[str, Any], calibrated: store.Folder) -> list[str]:
+    """What nobody should miss who looks at the figures: said on the page, in the card, and in the terminal at the end."""
+    found = []
+    if is_unchanged(calibrated):
+        outcome = "the adapter changes nothing" if exports_adapter(calibrated) else "the model is exported unchanged"
+        found.append(f"Nothing changed: no step was better on validation, so {outcome}.")
+    if heuristics := comparison["before"].get("heuristics_left_out"):
+        *others, last = heuristics
+        asked = f"{', '.join(others)} and {last}" if others else last
+        found.append(
+            f"The fine-tuned model's generation config asks for {asked}. Both models were decoded without: "
+            "with its own settings the fine-tuned model may do better than it does here."
+        )
+    return found
+
+
 def reliability(comparison: dict[str, Any], before: store.Folder, after: store.Folder) -> list[dict[str, Any]]:
     """Quality by quantile of likelihood among the candidates of a source, as its distance from the source's mean.
 
@@ -249,16 +282,14 @@ def lengths(
         for folder, name in ((before, BEFORE), (after, AFTER))
     }
     words["references"] = Counter(len(target.split()) for example in examples for target in example.targets)
-    width = math.ceil((max(map(max, words.values())) + 1) / 40)
+    low, high = min(map(min, words.values())), max(map(max, words.values()))
+    most = min(MOST_BARS, math.ceil(2 * math.sqrt(comparison["examples"])))  # of few examples, each bar would be of one or two
+    width = math.ceil((high - low + 1) / most)
     found = []
     for name, counts in words.items():
-        parts = Counter[int]()
-        for length, count in counts.items():
-            parts[length // width] += count
-        found += [
-            {"of": name, "words": width * part, "share": 100 * parts[part] / counts.total()}
-            for part in range(min(parts), max(parts) + 1)
-        ]
+        for start in range(low, high + 1, width):
+            share = 100 * sum(counts[length] for length in range(start, start + width)) / counts.total()
+            found.append({"of": name, "words": f"{start}-{start + width - 1}" if width > 1 else f"{start}", "share": share})
     return found
 
 
@@ -269,20 +300,22 @@ def history(
     scored = calibrated.input("scored", "score")
     folders = {"prepare": data, "finetune": _trained(calibrated), "decode": scored.input("candidates", "decode"),
                "score": scored, "calibrate": calibrated, f"evaluate {BEFORE}": before, f"evaluate {AFTER}": after}  # fmt: skip
-    kept = ("seconds", "started", "counts", "notes", "settings", "versions")
     there = {name: folder for name, folder in folders.items() if folder is not None}
     return {
-        "stages": [{"name": name, **{key: folder.manifest.get(key) for key in kept}} for name, folder in there.items()],
+        "stages": [{"name": name, **_told(folder.manifest)} for name, folder in there.items()],
         "training": [{"stage": name, **curve} for name, folder in there.items() for curve in curves(folder)],
     }
+
+
+def _told(manifest: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: manifest.get(key) for key in ("seconds", "started", "counts", "notes", "versions")}
+    return {**kept, "settings": {key: value for key, value in manifest["settings"].items() if key not in PLACES}}
 
 
 def _trained(calibrated: store.Folder) -> store.Folder | None:
     """The stage that wrote the fine-tuned model, if it is one of ours and still there."""
     try:
-        place = Path(calibrated.manifest["input_places"]["model"])
-        calibrated.must_come_from(model=store.read_model(place))
-        return store.read(place.parent, "finetune")
+        return store.read(calibrated.input("model").path.parent, "finetune")
     except (CalibeamError, OSError):
         return None
 
@@ -362,16 +395,19 @@ def draw(found: dict[str, Any]) -> dict[str, figures.Spec]:
             quality(rows), "candidates", "r_m", "model", interval=ends, dash="method",
             x_title="number of candidates", y_title="R_m", log_x=True,
         )  # fmt: skip
-    drawn["lengths"] = figures.line(
-        found["lengths"], "words", "share", "of", x_title="words", y_title="% of outputs", points=False, zero=True
-    )
+    drawn["lengths"] = figures.bars(found["lengths"], "words", "share", "of", title="% of outputs", upright="words")
     unit, size = next(((unit, size) for unit, size in UNITS if max(s["seconds"] for s in found["stages"]) >= 2 * size), UNITS[-1])
     costs = [{"stage": stage["name"], "time": stage["seconds"] / size} for stage in found["stages"]]
     drawn["cost"] = figures.bars(costs, "stage", "time", title=unit)
-    for curve in found["training"]:
+    for curve in filter(is_drawn, found["training"]):
         points = [{"step": step, "value": value} for step, value in curve["points"]]
-        drawn[curve_name(curve)] = figures.line(points, "step", "value", y_title=None, points=curve["split"] == "validation")
+        drawn[curve_name(curve)] = figures.line(points, "step", "value", y_title=None, points=len(curve["points"]) <= figures.FEW)
     return drawn
+
+
+def is_drawn(curve: dict[str, Any]) -> bool:
+    """What has one value only is told in words."""
+    return len({value for _, value in curve["points"]}) > 1
 
 
 def curve_name(curve: dict[str, Any]) -> str:

@@ -2,12 +2,13 @@
 
 Reads:   the folders written by prepare and decode, and the fine-tuned model
 Writes:  scored-00000.parquet and so on: the candidates with their similarity; of several references the best counts.
-         A run that was interrupted goes on where it stopped
+         An interrupted run resumes where it stopped
 Example: calibeam score out/data.toml similarity=rouge
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -104,24 +105,21 @@ def run(config: Config, *, force: bool = False) -> Path:
     output = store.Output("score", config, {"data": data, "candidates": candidates, "model": model, **encoder}, force=force)
     if output.done:
         return output.path
-    split = candidates.manifest["settings"]["split"]
+    split, max_source_length = (candidates.manifest["settings"][name] for name in ("split", "max_source_length"))
     name = functions.name_of(config.similarity) if callable(config.similarity) else config.similarity
-    maker, total = Scorer(config, data, candidates, model.path, encoder), data.count(split)
+    table = candidates.table("candidates", store.CANDIDATES)
+    maker, total = Scorer(config, data, split, table, model.path, encoder, max_source_length), data.count(split)
     if candidates.manifest["counts"]["sources"] != total:
-        raise _of_others(candidates, data)
+        raise maker.of_others()
     if config.engine == "local":
         maker.load()
     with output.writing(resume=True):
-        counts = shards.fill(output, output.shards("scored", store.SCORED), maker, total, f"score {name}")
+        counts, _ = shards.fill(output.shards("scored", store.SCORED), maker, total, f"score {name}")
         compared, agreeing = counts.pop("pairs"), counts.pop("agreeing")
         output.counts |= {"split": split, **counts, "likelihood_agrees": agreeing / compared if compared else None}
     if compared:
         display.say(f"score: the order by likelihood agrees with similarity in {agreeing / compared:.1%} of {compared:,} pairs")
     return output.path
-
-
-def _of_others(candidates: store.Folder, data: store.Folder) -> CalibeamError:
-    return CalibeamError(f"{candidates.path} does not hold the examples of {data.path} in their order")
 
 
 @dataclass
@@ -130,15 +128,18 @@ class Scorer:
 
     config: Config
     data: store.Folder
-    candidates: store.Folder
+    split: str
+    candidates: store.Table
     model: Path
     encoder: dict[str, store.Folder]
+    max_source_length: int
     size: int = field(default_factory=lambda: shards.SIZE)
 
     def __post_init__(self) -> None:
-        decoding = self.candidates.manifest["settings"]
-        self.split, self.max_source_length = decoding["split"], decoding["max_source_length"]
-        self.tables = self.data.example_table(self.split), self.candidates.table("candidates", store.CANDIDATES)
+        self.examples = self.data.example_table(self.split)
+
+    def of_others(self) -> CalibeamError:
+        return CalibeamError(f"{self.candidates.folder} does not hold the examples of {self.data.path} in their order")
 
     @cached_property
     def tuned(self) -> Seq2Seq:
@@ -154,9 +155,10 @@ class Scorer:
         return self.tuned, self.function
 
     def inputs(self, number: int) -> dict[str, tuple[Example, dict[str, Any]]]:
-        examples, rows = (table.between(number * self.size, (number + 1) * self.size) for table in self.tables)
+        tables = self.examples, self.candidates
+        examples, rows = (table.between(number * self.size, (number + 1) * self.size) for table in tables)
         if [row["id"] for row in rows] != [example["id"] for example in examples]:
-            raise _of_others(self.candidates, self.data)
+            raise self.of_others()
         return {row["id"]: (store.example_of(example), row) for example, row in zip(examples, rows, strict=True)}
 
     def make(
@@ -227,6 +229,8 @@ def similarities(
         assert best is not None
         for index, values in zip(batch, best.tolist(), strict=True):
             scores[index] = values[: len(rows[index]["log_p"])]
+            if not all(map(math.isfinite, scores[index])):
+                raise CalibeamError(f"the similarity of a candidate of {rows[index]['id']} is not finite: {scores[index]}")
         advance(len(batch))
     return [scores[index] for index in range(len(rows))]
 

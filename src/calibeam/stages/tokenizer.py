@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from calibeam import corpus, display, store
+from calibeam import corpus, display, signals, store
 from calibeam.corpus import CorpusConfig
 from calibeam.paper.gap_sentences import split_sentences
 from calibeam.recipe import option
@@ -33,7 +33,7 @@ GRAIN = 64
 @dataclass(frozen=True, kw_only=True)
 class Config(CorpusConfig):
     vocab_size: int = option(96_000, "tokens of the vocabulary, with 256 bytes and 5 special ones", at_least=300)
-    max_sentences: int = option(5_000_000, "train on so many sentences, drawn at random; 0 for all", at_least=0)
+    max_sentences: int = option(5_000_000, "train on this many sentences, drawn at random; 0 for all", at_least=0)
     character_coverage: float = option(0.9995, "the share of characters that are pieces, not bytes", above=0, at_most=1)
 
     def __post_init__(self) -> None:
@@ -61,7 +61,7 @@ def run(config: Config, *, force: bool = False) -> Path:
                     counts["overlong"] += len(text[start:end].encode()) > LONGEST_SENTENCE
                     yield text[start:end]
 
-        model = train(sentences(), config.vocab_size, config.max_sentences, config.character_coverage)
+        model = signals.aside(lambda: train(sentences(), config.vocab_size, config.max_sentences, config.character_coverage))
         (output.folder / "sentencepiece.model").write_bytes(model)
         tokenizer = fast(model)
         tokenizer.save_pretrained(output.folder / TOKENIZER)

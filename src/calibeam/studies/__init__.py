@@ -52,8 +52,9 @@ def run(name: str, tables: dict[str, Any], *, force: bool = False) -> Path:
     """Run what is not there yet, choose on validation what is to be chosen, measure, and write the tables and the figure."""
     study = load(name)
     config, tasks, rows = plan(name, tables)
-    done: set[str] = set()
-    total = len(preview.expected(rows))
+    done, expected = set[str](), preview.expected(rows)
+    pipeline.check_models(expected)
+    total = len(expected)
     _walk(in_order(step for row in rows for step in row.trials), done, total, force)
     chosen = [(row, best(row)) for row in rows]
     _walk(in_order(point.measured for _, point in chosen), done, total, force)

@@ -1,8 +1,8 @@
 """What a step costs before it is run: floating point operations by the paper's appendix, and seconds by what was measured.
 
 Lengths are those of the prepared data, a token for every four characters, or else the paper's table of datasets; a
-backward pass counts two forward ones. What cannot be known yet (a model that is still to be made, data that nobody has
-counted) is None.
+backward pass counts two forward ones, and one more where it computes again what was not kept. What cannot be known yet (a
+model that is still to be made, data that nobody has counted) is None.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from calibeam.tasks.task import SPLITS
 
 CHARACTERS_PER_TOKEN = 4
 TOKENS_PER_WORD = 1.3
-FORWARD_AND_BACKWARD = 3
+PATIENCE = 5.0
+"""Seconds in which the Hub has to answer."""
 
 Once = Callable[[float], float]
 """The FLOPs of one source and so many outputs."""
@@ -44,6 +45,8 @@ class Size:
     vocabulary: int
     all_parameters: int
     """With embeddings."""
+    adapter_parameters: int
+    """Of an adapter of rank 1, on all linear layers but the head."""
 
     @property
     def parameters(self) -> int:
@@ -89,13 +92,18 @@ def lengths_of(step: Step, data: Data) -> tuple[float, float]:
     return min(data.source_length, getattr(config, "max_source_length", data.source_length)), min(data.target_length, longest)
 
 
+def _passes(config: Any) -> int:
+    """Forward and backward, in forward passes."""
+    return 4 if config.gradient_checkpointing else 3
+
+
 def _pretrain(step: Step, data: Data, once: Once) -> float:
-    return FORWARD_AND_BACKWARD * step.config.max_steps * step.config.batch_size * once(1)
+    return _passes(step.config) * step.config.max_steps * step.config.batch_size * once(1)
 
 
 def _finetune(step: Step, data: Data, once: Once) -> float:
     validating = _validating(step, data, once) if step.config.select == "rouge" else 0.0
-    return FORWARD_AND_BACKWARD * _seen(step, data) * once(1) + validating
+    return _passes(step.config) * seen(step, data) * once(1) + validating
 
 
 def _decode(step: Step, data: Data, once: Once) -> float:
@@ -104,35 +112,48 @@ def _decode(step: Step, data: Data, once: Once) -> float:
 
 def _score(step: Step, data: Data, once: Once) -> float:
     """Every candidate, and the target."""
-    return data.examples["train"] * once(_ancestor(step, "decode").config.num_candidates + 1)
+    return examples_of(step, data) * once(ancestor(step, "decode").config.num_candidates + 1)
 
 
 def _calibrate(step: Step, data: Data, once: Once) -> float:
     """Two candidates or all of them, the target, and the target once more for the reference."""
     config = step.config
     pair = config.pairs == "sampled" and config.loss in {loss.__name__ for loss in PAIR_LOSSES}
-    candidates = 2 if pair else _ancestor(step, "decode").config.num_candidates
-    reference = 0.0 if config.regularizer in {function.__name__ for function in WITHOUT_REFERENCE} else once(1)
-    training = _seen(step, data) * (FORWARD_AND_BACKWARD * once(candidates + 1) + reference)
+    candidates = 2 if pair else ancestor(step, "decode").config.num_candidates
+    reference = 0.0 if needs_no_reference(config) else once(1)
+    training = seen(step, data) * (_passes(config) * once(candidates + 1) + reference)
     return training + _validating(step, data, once)
+
+
+def needs_no_reference(config: Any) -> bool:
+    """Whether a calibration goes without the model it began with."""
+    return config.regularizer in {function.__name__ for function in WITHOUT_REFERENCE}
 
 
 def _evaluate(step: Step, data: Data, once: Once) -> float:
     """Every search with its similarity, and perplexity."""
-    config, examples = step.config, data.examples[step.config.split]
+    config = step.config
     ways = len(config.methods) * len(config.length_alphas)
     searches = ways * sum(once(number) + once(number + 1) for number in config.num_candidates)
-    return min(config.max_examples or examples, examples) * (searches + once(1))
+    return examples_of(step, data) * (searches + once(1))
 
 
-def _seen(step: Step, data: Data) -> float:
+def examples_of(step: Step, data: Data) -> int:
+    """Those that a step goes through, or trains on: of the split that is decoded, if it needs candidates."""
+    decode = ancestor(step, "decode") if step.stage in ("score", "calibrate") else step
+    there = data.examples[getattr(decode.config, "split", "train")]
+    return min(getattr(step.config, "max_examples", 0) or there, there)
+
+
+def seen(step: Step, data: Data) -> float:
     """Examples that are trained on, each as often as it is."""
-    return step.config.max_steps * step.config.batch_size or step.config.num_train_epochs * data.examples["train"]
+    config = step.config
+    return config.max_steps * config.batch_size or config.num_train_epochs * examples_of(step, data)
 
 
 def _validating(step: Step, data: Data, once: Once) -> float:
     config, examples = step.config, data.examples["validation"]
-    times = 1 + _seen(step, data) / (config.eval_steps * config.batch_size or data.examples["train"])
+    times = 1 + seen(step, data) / (config.eval_steps * config.batch_size or examples_of(step, data))
     return times * min(config.select_examples or examples, examples) * (once(config.select_num_beams) + once(1))
 
 
@@ -198,12 +219,19 @@ def size_created(config: create.Config, vocabulary: int) -> Size:
 @cache
 def size_at(place: str) -> Size | None:
     """Of a model in a folder or on the Hub, by its config alone; None where it cannot be had."""
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
     from transformers import AutoConfig
 
-    inside = Path(place) / "model"
+    folder = next((path for path in (Path(place) / "model", Path(place)) if (path / "config.json").is_file()), None)
     try:
-        return size_by(AutoConfig.from_pretrained(inside if (inside / "config.json").is_file() else place))
-    except (OSError, ValueError):
+        if folder:
+            return size_by(AutoConfig.from_pretrained(folder))
+        try:
+            return size_by(AutoConfig.from_pretrained(place, local_files_only=True))
+        except OSError:  # it was never fetched. Asked once: who downloads tries again for half a minute, and says so each time
+            get_hf_file_metadata(hf_hub_url(place, "config.json"), timeout=PATIENCE)
+            return size_by(AutoConfig.from_pretrained(place))
+    except Exception:  # of a library that has many kinds of them
         return None
 
 
@@ -214,11 +242,13 @@ def size_by(config: Any) -> Size:
 
     with torch.device("meta"):
         model = AutoModelForSeq2SeqLM.from_config(config)
-    encoder, decoder = model.get_encoder(), model.get_decoder()
+    encoder, decoder, head = model.get_encoder(), model.get_decoder(), model.get_output_embeddings()
+    linear = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
     attention = config.num_heads * config.d_kv if hasattr(config, "d_kv") else config.hidden_size
     return Size(
         _parameters(encoder), _parameters(decoder), _layers(encoder), _layers(decoder), attention,
         config.vocab_size, sum(parameter.numel() for parameter in model.parameters()),
+        sum(layer.in_features + layer.out_features for layer in linear),
     )  # fmt: skip
 
 
@@ -238,7 +268,7 @@ def data_of(step: Step) -> Data | None:
     """Of the data that a step reads: as prepared, or as the paper has it. Pretraining fills its sequences."""
     if step.stage == "pretrain":
         return Data({}, step.config.max_source_length, step.config.max_target_length)
-    prepared = _ancestor(step, "prepare")
+    prepared = ancestor(step, "prepare")
     return prepared_data(prepared.config.output) if is_there(prepared) else published_data(prepared.config.task)
 
 
@@ -248,11 +278,12 @@ def prepared_data(place: str) -> Data | None:
         folder = store.read(place, "prepare")
     except CalibeamError:
         return None
-    examples = folder.examples("train")
-    source = sum(len(example.source) for example in examples) / len(examples)
-    target = sum(len(example.targets[0]) for example in examples) / len(examples)
+    source = target = 0
+    for example in folder.stream_examples("train"):
+        source, target = source + len(example.source), target + len(example.targets[0])
     counts = {split: folder.count(split) for split in SPLITS}
-    return Data(counts, source / CHARACTERS_PER_TOKEN, target / CHARACTERS_PER_TOKEN)
+    tokens = CHARACTERS_PER_TOKEN * counts["train"]
+    return Data(counts, source / tokens, target / tokens)
 
 
 def published_data(task: str) -> Data | None:
@@ -271,5 +302,8 @@ def in_line(step: Step) -> Iterable[Step]:
         yield from in_line(need)
 
 
-def _ancestor(step: Step, stage: str) -> Step:
-    return next(each for each in in_line(step) if each.stage == stage)
+def ancestor(step: Step, stage: str) -> Step:
+    found = next((each for each in in_line(step) if each.stage == stage), None)
+    if found is None:
+        raise CalibeamError(f"{step.stage} reads what no {stage} of this recipe makes, so what it takes is not known")
+    return found

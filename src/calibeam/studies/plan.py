@@ -17,7 +17,7 @@ from typing import Any
 
 from calibeam import pipeline, presets
 from calibeam.pipeline import Step
-from calibeam.recipe import StageConfig, option
+from calibeam.recipe import LENGTHS, StageConfig, option
 from calibeam.records import CalibeamError
 from calibeam.stages.evaluate import Config as Evaluate
 from calibeam.tasks import TASKS
@@ -193,23 +193,11 @@ def _for_task(tables: Tables, name: str, patch: Any) -> dict[str, Any]:
     found = settled(overlay(tables, patch))
     prepare = found.setdefault("prepare", {})
     if not prepare.keys() & {"task", "train"}:
-        raise CalibeamError(f"study.tasks.{name} is no task known by name, and has no prepare.train: see `calibeam tasks`")
+        raise CalibeamError(f"study.tasks.{name} is not a task known by name, and has no prepare.train: see `calibeam tasks`")
     if "path" in prepare:
         found["prepare"] = {**prepare, "path": str(prepare["path"]).replace("{task}", name)}
-    return presets.under(found, lengths(prepare["task"])) if prepare.get("task") in TASKS else found
-
-
-def lengths(task: str) -> dict[str, dict[str, int]]:
-    """The settings of every stage that a task's lengths are for."""
-    source, target = TASKS[task].max_source_length, TASKS[task].max_target_length
-    both = {"max_source_length": source, "max_target_length": target}
-    return {
-        "finetune": both,
-        "decode": {"max_source_length": source, "max_new_tokens": target},
-        "score": {"max_target_length": target},
-        "calibrate": both,
-        "evaluate": {**both, "max_new_tokens": target},
-    }
+    task = TASKS.get(prepare.get("task", ""))
+    return {**({key: getattr(task, key) for key in LENGTHS} if task else {}), **found}
 
 
 def overlay(tables: Tables, *patches: Tables) -> dict[str, Any]:

@@ -46,7 +46,7 @@ def show(name: str, rows: Sequence[Row]) -> None:
                 sum(step.config.output in places for places in needed),
                 _total([flops[step.config.output]], _flops),
                 _total([seconds.get(step.config.output)], _time),
-                "there" if cost.is_there(step) else "",
+                "done" if cost.is_there(step) else "",
             )
             for step in steps
         ],
@@ -56,7 +56,7 @@ def show(name: str, rows: Sequence[Row]) -> None:
     times, operations = ([of.get(step.config.output) for step in missing] for of in (seconds, flops))
     left = f"FLOPs: {_total(operations, _flops)}; time, by steps of the same kinds that were measured: {_total(times, _time)}"
     display.say(
-        f"{len(steps) - len(missing)} of {len(steps)} steps are there." + (f" To do: {len(missing)}; {left}" if missing else ""),
+        f"{len(steps) - len(missing)} of {len(steps)} steps are done." + (f" To do: {len(missing)}; {left}" if missing else ""),
         style="bold",
     )
 

@@ -62,7 +62,7 @@ def make_table(records: Sequence[Record]) -> table.Table:
         {"Δ R_m against fine-tuned (95%)": table.delta, "p": table.p_value, "paper's Δ": table.paper_delta},
         [
             "GFLOPs: of one source, by the paper's formula, with the mean lengths that were read and written. Parameters are "
-            "without embeddings. Name a model 50M, 200M, 500M or 2B to have the paper's figures of that size beside it."
+            "without embeddings. Name a model 50M, 200M, 500M or 2B to see the paper's figures for that size next to it."
         ],
     )
 

@@ -27,6 +27,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from calibeam import signals
 from calibeam.records import CalibeamError, Example
 from calibeam.tasks.task import Task
 
@@ -69,7 +70,7 @@ def pairs(package: str) -> Iterator[tuple[str, str, str]]:
     if len(files) <= FILES_AT_ONCE:
         yield from itertools.chain.from_iterable(map(read, files))
         return
-    with ProcessPoolExecutor() as pool:
+    with ProcessPoolExecutor(initializer=signals.leave_to_parent) as pool:
         yield from itertools.chain.from_iterable(pool.map(read, files, chunksize=FILES_AT_ONCE))
 
 
