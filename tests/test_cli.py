@@ -88,7 +88,7 @@ def test_help_and_mistakes_are_answered_without_torch(tmp_path: Path) -> None:
     lines += [
         ["tasks"],
         ["--version"],
-        ["decode", "outptu=x"],
+        ["prepare", "outptu=x"],
         ["run", str(tmp_path / "absent.toml")],
         ["prepare", f"output={tmp_path}"],
     ]
@@ -114,13 +114,13 @@ def test_version() -> None:
     assert (done.returncode, done.stdout) == (0, f"calibeam {calibeam.__version__}\n")
 
 
-def test_of_several_processes_the_first_alone_does_what_is_no_training() -> None:
+def test_of_several_processes_the_first_alone_does_what_is_not_for_several() -> None:
     """And none of them needs to find the others for that."""
 
     def of_two(rank: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
         return forked.run(arguments, {**ENVIRONMENT, "WORLD_SIZE": "2", **rank})
 
-    for arguments in (["--version"], ["tasks"], ["plan"], ["run", "--help"], ["decode", "outptu=x"]):
+    for arguments in (["--version"], ["tasks"], ["plan"], ["run", "--help"], ["prepare", "outptu=x"]):
         here, there = (of_two({"RANK": rank}, *arguments) for rank in "01")
         assert here.stdout or here.stderr
         assert (there.returncode, there.stdout, there.stderr) == (0, "", "")

@@ -99,13 +99,12 @@ def test_a_billion_sources_on_1024_gpus_by_hand() -> None:
 
 
 def test_gpus_that_have_work() -> None:
-    """One for a stage of one process; for others as many as there are shards, or micro-batches."""
+    """As many as there are shards, or micro-batches."""
     few = {"batch_size": 20, "micro_batch_size": 8}
-    evaluated = {"engine": "ray", "max_examples": 3000, "split": "train"}
+    evaluated = {"max_examples": 3000, "split": "train"}
     found = by_stage(tables(decode={}, finetune=few, evaluate=evaluated), sources=10**5, gpus=64)
-    assert (found["decode"].gpus, found["finetune"].gpus, found["evaluate"].gpus) == (1, 3, 3)
+    assert (found["decode"].gpus, found["finetune"].gpus, found["evaluate"].gpus) == (64, 3, 3)
     assert (found["decode"].shards, found["evaluate"].shards) == (98, 3)
-    assert found["decode"].limit == "engine=local is one process on one GPU; with engine=ray up to 98 have work"
     assert found["evaluate"].limit == "there are 3 shards, so no more than 3 GPUs have work"
     assert found["score"].gpus == 64
 

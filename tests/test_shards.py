@@ -1,8 +1,11 @@
-"""Shards by workers of a real Ray cluster, some of which die: the bytes that one process writes."""
+"""Shards by two processes that were started together, and by workers of a real Ray cluster, of which some fail or die: the bytes
+that one process writes."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -29,6 +32,9 @@ COUNT, SIZE = 81, 2
 NUMBER = 41
 SETTINGS: dict[str, Any] = {
     "method": "nucleus", "top_p": 0.9, "num_candidates": 4, "max_new_tokens": 12, "max_source_length": 20, "device": "cpu",
+}  # fmt: skip
+EVALUATED: dict[str, Any] = {
+    "num_candidates": (2,), "max_new_tokens": 6, "max_source_length": 20, "max_examples": 5, "device": "cpu",
 }  # fmt: skip
 
 
@@ -170,7 +176,7 @@ def test_fault_09_a_worker_and_a_node_die_and_nothing_is_lost_or_different(
     assert counts[0] == counts[1]
     assert 0 < counts[0]["likelihood_agrees"] < 1
 
-    how = {"num_candidates": (2,), "max_new_tokens": 6, "max_source_length": 20, "max_examples": 5, "device": "cpu", "workers": 1}
+    how = {**EVALUATED, "workers": 1}
     evaluated = [evaluate.run(evaluate.Config(output=str(tmp_path / "local-evaluate"), **how, **places))]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(seq2seq, "load", None)  # the process that asks may have no GPU
@@ -178,6 +184,82 @@ def test_fault_09_a_worker_and_a_node_die_and_nothing_is_lost_or_different(
     assert contents(evaluated[0]) == contents(evaluated[1])
     assert len(contents(evaluated[0])) == 3 * 3
     assert len({(each / "results.json").read_bytes() for each in evaluated}) == 1
+
+
+TOGETHER = """
+import json, os, sys, time
+from calibeam import cli, shards
+from calibeam.records import CalibeamError
+
+failing, *lines = json.loads(sys.argv[1])
+shards.SIZE, second, made, make = failing["size"], os.environ["RANK"] == "1", [], shards.make
+
+def observed(maker, table, shard, *others):
+    made.append(shard)
+    if second and len(made) == failing["at"]:
+        raise CalibeamError("there is no room")
+    time.sleep(0.01)  # so that neither is done before the other has begun
+    return make(maker, table, shard, *others)
+
+shards.make = observed
+for line in lines:
+    made.clear()
+    sys.argv = ["calibeam", *line]
+    try:
+        cli.main()
+    except SystemExit as end:
+        os.write(1, f"{line[0]} {os.environ['RANK']} ends with {end.code}, made {json.dumps(made)}\\n".encode())
+"""
+
+
+def test_two_processes_share_out_the_shards_and_go_on_where_one_failed(
+    places: dict[str, str], in_process: Path, tmp_path: Path
+) -> None:
+    """As torchrun starts them: `decode` fails in one of them and is started again, then what it wrote is scored, and a model
+    evaluated."""
+    settings: dict[str, dict[str, Any]] = {
+        "decode": {**places, **SETTINGS, "output": tmp_path / "decode"},
+        "score": {**places, "candidates": in_process, "device": "cpu", "output": tmp_path / "score"},
+        "evaluate": {**places, **EVALUATED, "output": tmp_path / "evaluate"},
+    }
+    lines = {name: [name, *(f"{key}={as_typed(value)}" for key, value in own.items())] for name, own in settings.items()}
+    alone = {
+        "decode": in_process,
+        "score": score.run(score.Config(**{**settings["score"], "candidates": str(in_process), "output": str(tmp_path / "one")})),
+        "evaluate": evaluate.run(evaluate.Config(**places, **EVALUATED, output=str(tmp_path / "one-evaluate"))),
+    }
+    script = tmp_path / "script.py"
+    script.write_text(TOGETHER)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+    def start(failing: int, *names: str) -> dict[str, list[list[int]]]:
+        """What each of the two made, if it ended well."""
+        given = json.dumps([{"size": SIZE, "at": failing}, *(lines[name] for name in names)])
+        ended = forked.run_several(2, script, [given], environment, seconds=240)
+        said = re.findall(r"(\w+) \d ends with (\d), made (.*)", ended.stdout)
+        assert len(said) == 2 * len(names), ended
+        assert {code for _, code, _ in said} == {"2" if failing else "0"}, ended
+        assert ended.stderr.count("error: ") == ended.stderr.count("error: there is no room") == bool(failing)
+        return {name: [json.loads(made) for stage, _, made in said if stage == name] for name in names}
+
+    first, second = start(5, "decode")["decode"]
+    assert len(min(first, second, key=len)) >= 5
+    left = {file.name: file.stat().st_mtime_ns for file in (tmp_path / ".decode.partial").glob("*.parquet")}
+    assert 8 < len(left) < NUMBER
+    for name, (mine, theirs) in start(0, "decode", "score", "evaluate").items():
+        assert sorted([*mine, *theirs]) == [*range(3 if name == "evaluate" else NUMBER)]
+        assert min(mine, theirs, key=len)
+        whole = tmp_path / name
+        assert contents(whole) == contents(alone[name])
+        found, expected = (store.read(folder, name).manifest for folder in (whole, alone[name]))
+        assert (found["counts"], found["notes"], found["digest"]) == (expected["counts"], expected["notes"], expected["digest"])
+    assert {name: (tmp_path / "decode" / name).stat().st_mtime_ns for name in left} == left
+    assert len({(each / "results.json").read_bytes() for each in (tmp_path / "evaluate", alone["evaluate"])}) == 1
+
+
+def as_typed(value: Any) -> str:
+    """On a command line."""
+    return str(value) if isinstance(value, str | Path) else json.dumps(value)
 
 
 class Deadly:

@@ -1,7 +1,8 @@
-"""Several processes that train one model together, as torchrun and `accelerate launch` start them.
+"""Several processes that work together, as torchrun and `accelerate launch` start them.
 
-Every process holds the whole model, or a share of it, and does its part of every step; the first one alone speaks, and writes
-files. One process by itself is the case of a group of one, which costs nothing and never asks `torch.distributed` for anything.
+In training, every process holds the whole model, or a share of it, and does its part of every step; in decoding, scoring and
+evaluation, it makes a shard that nobody else has taken. The first one alone speaks, and writes what is not a shard or a share.
+One process by itself is the case of a group of one, which costs nothing and never asks `torch.distributed` for anything.
 """
 
 from __future__ import annotations
@@ -56,11 +57,15 @@ class _Group:
         """
         pause = 0.01
         while not self.store.check([name]):
-            if self.store.check([FAILED]):
-                raise CalibeamError("another process has failed")
+            self.check()
             time.sleep(pause)
             pause = min(1.5 * pause, 1.0)
         return json.loads(self.store.get(name))
+
+    def check(self) -> None:
+        """That nobody has failed."""
+        if self.store.check([FAILED]):
+            raise CalibeamError("another process has failed")
 
     def fails_first(self) -> bool:
         """Tell all that this process fails. Of their errors, which are the same or follow from another, one is to be told."""
@@ -153,19 +158,26 @@ def _take_gpu() -> None:
         torch.cuda.set_device(local)
 
 
+@contextmanager
+def apart() -> Iterator[None]:
+    """Meanwhile, this process works as one by itself."""
+    global _group
+    group, _group = _group, None
+    try:
+        yield
+    finally:
+        _group = group
+
+
 def by_first(function: Callable[[], Found]) -> Found:
     """What the first process finds by itself, plain data, while the others wait for it as long as it takes."""
-    global _group
     if _group is None:
         return function()
     group, name = _group, _group.name()
     if group.rank > 0:
         return group.hear(name)
-    _group = None
-    try:
+    with apart():
         found = function()
-    finally:
-        _group = group
     group.say(name, found)
     return found
 
@@ -181,6 +193,35 @@ def tell_first(value: Any) -> list[Any]:
     return [value, *(group.hear(f"{name}-{number}") for number in range(1, group.size))]
 
 
+def tell_all(value: Any) -> list[Any]:
+    """What every process tells all, plain data, in their order. Whoever waits for the others, waits awake."""
+    told = tell_first(value)
+    return by_first(lambda: told)
+
+
+class Tally:
+    """A number that every process may add to at any time."""
+
+    def __init__(self) -> None:
+        self._group, self._own = _group, 0
+        self._name = _group.name() if _group else ""
+
+    def add(self, amount: int) -> int:
+        """What it is then."""
+        if self._group is None:
+            self._own += amount
+            return self._own
+        self._group.check()
+        return self._group.store.add(self._name, amount)
+
+
+def each_by_one(items: Sequence[Item]) -> Iterator[Item]:
+    """The items that this process takes: the first that nobody has taken, whenever it is ready for another."""
+    taken = Tally()
+    while (place := taken.add(1) - 1) < len(items):
+        yield items[place]
+
+
 def spread(function: Callable[[Sequence[Item]], Sequence[Found]], items: Sequence[Item]) -> list[Found]:
     """`function` of all items, one result of plain data for each: every process does some of them, and all get all results."""
     own = items[rank() :: size()]
@@ -194,7 +235,7 @@ def spread(function: Callable[[Sequence[Item]], Sequence[Found]], items: Sequenc
 
 
 def gather(value: Any) -> list[Any]:
-    """The value of every process, as JSON: `all_gather_object` would unpickle what comes."""
+    """The value of every process, as JSON, in a step: `all_gather_object` would unpickle what comes."""
     import torch
     from torch import distributed
 

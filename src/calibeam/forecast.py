@@ -160,7 +160,7 @@ def forecast(
         written[step.config.output] = storage
         gpu_memory, host_memory = _gpu_memory(step, size, data, gpu, used), _host_memory(step, data)
         limits = [
-            _idle(step, most, _shards(step, data)) if flops and gpus > most else "",
+            _idle(step, most) if flops and gpus > most else "",
             "one process takes longer than the GPUs" if 60 < alone > working else "",
             f"{_bytes(gpu_memory)} do not fit in a GPU of {_bytes(machine.memory)}" if gpu_memory > machine.memory else "",
             f"one process holds {_bytes(host_memory)}" if host_memory > 256 * GIB else "",
@@ -250,16 +250,13 @@ def _most_gpus(step: Step, data: Data) -> int:
     """That have anything to do: one takes a shard, or a micro-batch, at a time."""
     if step.stage in TRAINING:
         return math.ceil(step.config.batch_size / step.config.micro_batch_size)
-    return _shards(step, data) if getattr(step.config, "engine", "local") == "ray" else 1
+    return _shards(step, data)
 
 
-def _idle(step: Step, most: int, pieces: int) -> str:
+def _idle(step: Step, most: int) -> str:
     """Why no more GPUs than `most` have work."""
-    if step.stage in TRAINING:
-        return f"a step is {most:,} micro-batches, so no more than {most:,} GPUs have work"
-    if step.config.engine == "ray":
-        return f"there are {most:,} shards, so no more than {most:,} GPUs have work"
-    return f"engine=local is one process on one GPU; with engine=ray up to {pieces:,} have work"
+    pieces = f"a step is {most:,} micro-batches" if step.stage in TRAINING else f"there are {most:,} shards"
+    return f"{pieces}, so no more than {most:,} GPUs have work"
 
 
 def _checkpoint(step: Step, size: Size) -> float:

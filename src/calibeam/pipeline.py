@@ -34,7 +34,7 @@ class Step:
     def run(self, *, force: bool = False) -> Path:
         stage = stages.load(self.stage)
         try:
-            if self.stage in stages.TOGETHER:
+            if self.stage in stages.TOGETHER and getattr(self.config, "engine", "local") == "local":
                 return stage.run(self.config, force=force)
             return Path(distributed.by_first(lambda: str(stage.run(self.config, force=force))))
         except RuntimeError as error:

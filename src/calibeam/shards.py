@@ -1,5 +1,7 @@
 """The shards of a stage: each made of one shard of its input alone, here or by workers on a Ray cluster, to the same bits.
 
+Here means this process, or all that torchrun started: each takes the next shard that nobody has, and writes it.
+
 On Ray, nothing but the numbers of shards passes through the cluster. A worker is an actor that has loaded the model once; it
 reads the rows of a shard from the store and writes what it makes of them, so that no row goes through Ray's memory or through
 the process that asked. Ray Data gives a worker the next numbers when it is free, and again those that a worker or a machine took
@@ -23,7 +25,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from calibeam import display, signals, store
+from calibeam import display, distributed, signals, store
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError
 
@@ -43,7 +45,10 @@ class EngineConfig(StageConfig):
     """Where a stage does its work. None of it changes what comes out."""
 
     device: str = option("auto", "auto, cpu or cuda", identity=False)
-    engine: str = option("local", "local: this process; ray: workers on a Ray cluster", choices=lambda: ENGINES, identity=False)
+    engine: str = option(
+        "local", "local: this process, or all that torchrun starts; ray: workers on a Ray cluster", choices=lambda: ENGINES,
+        identity=False,
+    )  # fmt: skip
     workers: int = option(0, "for ray: workers; 0 for as many as the cluster has room for", at_least=0, identity=False)
 
     def __post_init__(self) -> None:
@@ -70,15 +75,20 @@ def fill(table: store.Shards, maker: Maker, total: int, description: str) -> tup
 
     The sum is the same in whatever order workers end: `fsum` rounds but once.
     """
-    number, done, counts, notes = len(numbers(total)), 0, defaultdict[str, list[Any]](list), dict[str, None]()
+    number, done, notes = len(numbers(total)), distributed.Tally(), dict[str, None]()
+    own, counts = defaultdict[str, list[Any]](list), defaultdict[str, list[Any]](list)
     with display.Bar(description, total) as bar:
         for facts in ENGINES[maker.config.engine](maker, table, number, bar.advance):
             for name, value in facts["counts"].items():
-                counts[name].append(value)
+                own[name].append(value)
             notes |= dict.fromkeys(facts["notes"])
-            done += facts["counts"]["sources"]
-            bar.reach(done)
-    table.drop_from(number)
+            bar.reach(done.add(facts["counts"]["sources"]))
+        for theirs, told in distributed.tell_all([own, [*notes]]):
+            for name, values in theirs.items():
+                counts[name] += values
+            notes |= dict.fromkeys(told)
+        bar.reach(total)
+    distributed.by_first(lambda: table.drop_from(number))
     return Counter({name: type(values[0])(math.fsum(values)) for name, values in counts.items()}), [*notes]
 
 
@@ -88,8 +98,10 @@ def numbers(total: int, size: int | None = None) -> range:
 
 
 def in_process(maker: Maker, table: store.Shards, number: int, advance: Callable[..., None]) -> Iterator[Facts]:
-    for shard in range(number):
-        yield make(maker, table, shard, advance)
+    for shard in distributed.each_by_one(range(number)):
+        with distributed.apart():
+            facts = make(maker, table, shard, advance)
+        yield facts
 
 
 def on_ray(maker: Maker, table: store.Shards, number: int, advance: Callable[..., None]) -> Iterator[Facts]:

@@ -22,8 +22,8 @@ STAGES: dict[str, str] = {
 ASKED_FOR = frozenset({"tokenizer", "create", "pretrain", "finetune"})
 """Those that run only where a recipe has a table for them."""
 
-TOGETHER = frozenset({"pretrain", "finetune", "calibrate"})
-"""Those that several processes work on together. The others are the first one's, while the rest wait."""
+TOGETHER = frozenset({"pretrain", "finetune", "decode", "score", "calibrate", "evaluate"})
+"""Those that the processes of torchrun work on together. The others are the first one's, while the rest wait."""
 
 
 def load(name: str) -> Any:

@@ -135,9 +135,6 @@ def run(config: Config, *, force: bool = False) -> Path:
         measured_by = _metrics(config, data.manifest["settings"].get("task", ""), encoder, bertscore)
         table = output.shards("candidates", CANDIDATES)
         counts, left_out = shards.fill(table, maker, maker.count, f"evaluate {config.split}")
-        made = ((table.rows(number), [*maker.inputs(number).values()]) for number in maker.numbers())
-        with display.Bar(f"measure {config.split}", maker.count) as bar:
-            found = record(output, made, measured_by, bar.advance)
         figures = {
             "split": config.split,
             "examples": maker.count,
@@ -145,12 +142,23 @@ def run(config: Config, *, force: bool = False) -> Path:
             "perplexity_signature": f"perplexity|per token, end token included|references:all|calibeam:{calibeam.__version__}",
             **_of_references(maker.examples()),
             "heuristics_left_out": left_out,
-            "settings": [_result(config, way, found[way.name]) for way in config.ways()],
+            "settings": distributed.by_first(lambda: _measure(output, table, maker, measured_by)),
         }
-        output.write_json("results.json", figures)
+        if distributed.is_first():
+            output.write_json("results.json", figures)
         output.counts |= {"examples": counts.pop("sources"), **counts}
     show(f"{config.model} on {config.split}", figures)
     return output.path
+
+
+def _measure(
+    output: store.Output, table: store.Shards, maker: Evaluator, measured_by: dict[str, official.Metric]
+) -> list[dict[str, Any]]:
+    """What every way of decoding came to, by all the candidates that were made."""
+    made = ((table.rows(number), [*maker.inputs(number).values()]) for number in maker.numbers())
+    with display.Bar(f"measure {maker.config.split}", maker.count) as bar:
+        found = record(output, made, measured_by, bar.advance)
+    return [_result(maker.config, way, found[way.name]) for way in maker.config.ways()]
 
 
 @dataclass
