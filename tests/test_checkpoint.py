@@ -8,6 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -90,6 +91,18 @@ def test_fault_17_a_flipped_bit_anywhere_is_noticed_and_the_one_before_is_loaded
     content[place % len(content)] ^= 1 << place % 8
     files(folder)[-1].write_bytes(content)
     assert Run().load(folder)[0] == {"step": 2}
+
+
+def test_fault_17_a_damaged_checkpoint_never_takes_the_place_of_the_good_one_before_it(saved: tuple[Path, Run]) -> None:
+    """The run goes on from 2, and is killed while it saves 4."""
+    folder, run = saved
+    os.truncate(files(folder)[-1], 100)
+    assert run.load(folder)[0] == {"step": 2}
+    checkpoint.drop_after(folder, 2)
+    assert [file.name for file in files(folder)] == ["checkpoint-000000002.safetensors"]
+    with patch.object(checkpoint, "save_file", side_effect=OSError("full")), pytest.raises(OSError, match="full"):
+        run.save(folder, 4)
+    assert run.load(folder)[0] == {"step": 2}
 
 
 @pytest.mark.parametrize("size", [0, 7, 100, -1])

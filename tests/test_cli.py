@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -133,6 +134,15 @@ def test_of_several_processes_the_first_alone_does_what_is_not_for_several() -> 
     )
 
 
+def test_processes_that_cannot_meet_say_why() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        given = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        lost = forked.run(["finetune", "output=x"], {**ENVIRONMENT, **given})
+    assert lost.returncode == 2
+    assert f"\nerror: the processes cannot meet at 127.0.0.1:{given['MASTER_PORT']}: " in f"\n{lost.stderr}"
+    assert "Traceback" not in lost.stderr
+
+
 def test_the_tasks_are_listed_with_the_papers_figures() -> None:
     done = command("tasks")
     assert (done.returncode, done.stderr) == (0, "")
@@ -142,6 +152,13 @@ def test_the_tasks_are_listed_with_the_papers_figures() -> None:
 
 
 # Mistakes in settings
+
+
+def test_an_output_without_a_name_is_refused(tmp_path: Path) -> None:
+    given = ("--model", "m", "--train", "t.jsonl", "--validation", "v.jsonl", "--output")
+    for place in (".", "/"):
+        told = refused("calibrate-model", *given, place, cwd=tmp_path)
+        assert told == f"error: --output must name a folder to make, got '{place}'\n"
 
 
 def test_an_unknown_key_is_refused_with_the_nearest() -> None:

@@ -232,12 +232,12 @@ def test_fault_20_without_shared_memory_the_error_says_so(tmp_path: Path) -> Non
 # Processes that train together
 
 
-def dying(*line: str) -> None:
-    """The command line; the second of several processes is killed in its second step, while the first waits for its sums."""
+def dying(rank: int, *line: str) -> None:
+    """The command line; one of several processes is killed in its second step, while the others wait for its sums."""
     add_up, calls = distributed.add_up, itertools.count(1)
 
     def killed(tensors: Any) -> None:
-        if distributed.rank() == 1 and next(calls) == 2:
+        if distributed.rank() == rank and next(calls) == 2:
             os.kill(os.getpid(), signal.SIGKILL)
         add_up(tensors)
 
@@ -245,9 +245,11 @@ def dying(*line: str) -> None:
     forked.command(*line)
 
 
+@pytest.mark.parametrize("victim", [1, 0])
 def test_fault_07_a_process_that_dies_in_a_sum_ends_the_others_and_what_was_saved_is_kept(
-    tmp_path: Path, data: Path, model_folder: Make
+    victim: int, tmp_path: Path, data: Path, model_folder: Make
 ) -> None:
+    """Also the first, with which the store goes where all say things to each other."""
     output, model = tmp_path / "out", model_folder("t5")
     settings = {**TUNED, "data": data, "model": model, "output": output, "micro_batch_size": 2}
     line = ["finetune", *(f"{key}={value}" for key, value in settings.items())]
@@ -259,11 +261,12 @@ def test_fault_07_a_process_that_dies_in_a_sum_ends_the_others_and_what_was_save
         for rank in ("0", "1"):
             (tmp_path / rank).mkdir()
             environment = {**os.environ, **together, "RANK": rank, "LOCAL_RANK": rank}
-            processes.append(stack.enter_context(forked.Process(tmp_path / rank, dying, *line, environment=environment)))
-        assert processes[1].end() == -signal.SIGKILL
-        assert processes[0].end(60) == 2
-        said = processes[0].said()[1]
-    assert "\nerror: finetune: process 0 of 2 has lost touch with another one, which has died" in f"\n{said}"
+            process = forked.Process(tmp_path / rank, dying, victim, *line, environment=environment)
+            processes.append(stack.enter_context(process))
+        assert processes[victim].end() == -signal.SIGKILL
+        assert processes[1 - victim].end(60) == 2
+        said = processes[1 - victim].said()[1]
+    assert f"\nerror: finetune: process {1 - victim} of 2 has lost touch with another one, which has died" in f"\n{said}"
     assert "Traceback" not in said
     assert [file.name for file in (tmp_path / ".out.partial").glob("checkpoint-*")] == ["checkpoint-000000001.safetensors"]
     log = [json.loads(record) for record in (tune(data, model, output) / "log.jsonl").open()]

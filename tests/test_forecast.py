@@ -235,7 +235,8 @@ def test_the_command_prints_what_is_documented(tmp_path: Path, monkeypatch: pyte
     found = json.loads(CliRunner().invoke(app, [*command, "--json"]).output)
     assert [each["stage"] for each in found][:3] == ["prepare", "finetune", "decode"]
     assert {"seconds", "gpu_memory", "storage", "money", "limit"} <= found[0].keys()
-    assert isinstance(CliRunner().invoke(app, [*command[:2], "--gpu", "abacus", "--sources", "9"]).exception, CalibeamError)
+    for wrong in (["--gpu", "abacus", "--sources", "9"], ["--sources", "inf"]):
+        assert isinstance(CliRunner().invoke(app, [*command[:2], *wrong]).exception, CalibeamError)
 
 
 def test_a_model_that_the_hub_does_not_give_is_told_at_once_in_one_line(tmp_path: Path) -> None:

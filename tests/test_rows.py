@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import hub
@@ -173,6 +174,41 @@ def test_fault_18_files_that_were_fetched_are_read_without_the_hub(tmp_path: Pat
     assert list(rows.read(place)) == SOME
     with pytest.raises(CalibeamError, match=r"^hf://datasets/other/thing@\d+/train\.jsonl cannot be loaded: "):
         list(rows.read(place.replace("some", "other")))
+
+
+@pytest.mark.parametrize("revision", ["refs/convert/parquet", "refs%2Fconvert%2Fparquet"])
+def test_a_revision_of_the_hub_may_be_one_of_its_own(revision: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from huggingface_hub import constants
+
+    files = {"train.jsonl": lines(SOME[:1]), "a/b/train.jsonl": lines(SOME[1:])}
+    with hub.serving(files, tmp_path) as asked:
+        url = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace("{revision}", hub.COMMIT)
+        monkeypatch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", url)
+        assert list(rows.read(f"hf://datasets/some/thing@{revision}/**/*.jsonl")) == [*SOME[1:], SOME[0]]
+    assert any("/revision/refs%2Fconvert%2Fparquet" in path for path in asked)
+    with pytest.raises(CalibeamError, match=r"^hf://datasets/some/thing/train\.jsonl is not of the form hf://datasets/NAME@REV"):
+        list(rows.read("hf://datasets/some/thing/train.jsonl"))
+
+
+def test_a_pattern_names_files_in_folders_of_folders_and_a_name_is_a_name(tmp_path: Path) -> None:
+    for number, place in enumerate(("part.jsonl", "x/part.jsonl", "x/y/part[1].jsonl")):
+        file = tmp_path / place
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(lines(SOME[number : number + 1]))
+    assert list(rows.read(f"file://{tmp_path}/**/part*.jsonl")) == SOME
+    assert rows.matching(f"{tmp_path}/x/y/part[1].jsonl") == [f"{tmp_path}/x/y/part[1].jsonl"]
+
+
+def test_columns_of_parquet_files_by_name_and_of_every_kind_of_text(tmp_path: Path) -> None:
+    file = tmp_path / "rows.parquet"
+    kinds = [pa.string_view(), pa.binary_view(), pa.list_(pa.string_view()), pa.struct([("x", pa.string_view())])]
+    values: list[Any] = ["text", b"bytes", ["a", "b"], {"x": "y"}]
+    columns = [pa.array([value] * 3, kind) for value, kind in zip(values, kinds, strict=True)]
+    pq.write_table(pa.table(columns, names=[*"abcd"]), file)
+    assert list(rows.read(str(file))) == [dict(zip("abcd", values, strict=True))] * 3
+    pq.write_table(pa.table(columns[:2], names=["a", "a"]), file)
+    with pytest.raises(CalibeamError, match=r"rows\.parquet .*two columns called 'a'"):
+        list(rows.read(str(file)))
 
 
 def test_a_pattern_names_files_of_this_disk_in_order(tmp_path: Path) -> None:

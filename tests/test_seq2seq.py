@@ -8,15 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sentencepiece
 import torch
 from safetensors import safe_open
-from transformers import AutoModelForSeq2SeqLM, ByT5Tokenizer, GenerationConfig, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForSeq2SeqLM,
+    ByT5Tokenizer,
+    GenerationConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MarianConfig,
+    MarianMTModel,
+    MarianTokenizer,
+)
 
 import hub
 from calibeam import decode, seq2seq
 from calibeam.records import CalibeamError
 from calibeam.seq2seq import Seq2Seq, load, locate, save
-from conftest import FAMILIES, sentence, tiny_model
+from calibeam.stages import export
+from conftest import FAMILIES, SIZES, sentence, tiny_model
 
 EOS = 1
 INPUT = {
@@ -145,6 +156,27 @@ def test_a_model_without_a_tokenizer_is_refused(family: str, left: tuple[str, ..
 def test_a_tokenizer_of_bytes_needs_no_vocabulary(tmp_path: Path) -> None:
     folder = plain_checkpoint(tiny_model("t5", vocabulary=400), ByT5Tokenizer(), tmp_path / "model")
     assert load(folder, device="cpu").encode_sources(["ab"], 8)[0] == [[100, 101, 1]]
+
+
+def test_a_model_with_two_vocabularies_is_exported_with_both(tmp_path: Path) -> None:
+    text = tmp_path / "text"
+    text.write_text("\n".join(sentence(i, 20) for i in range(200)))
+    names = ("source", "target")
+    for name in names:
+        sentencepiece.SentencePieceTrainer.train(input=str(text), model_prefix=str(tmp_path / name), vocab_size=40, minloglevel=2)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "source.model"))
+    pieces = ["</s>", "<unk>", *(processor.id_to_piece(i) for i in range(3, 40)), "<pad>"]
+    (tmp_path / "vocab.json").write_text(json.dumps({piece: i for i, piece in enumerate(pieces)}))
+    files = [str(tmp_path / f"{name}.model") for name in names], str(tmp_path / "vocab.json")
+    own = MarianTokenizer(*files[0], files[1], target_vocab_file=files[1], separate_vocabs=True)
+    ids = {"pad_token_id": len(pieces) - 1, "eos_token_id": 0, "decoder_start_token_id": len(pieces) - 1}
+    two = {"decoder_vocab_size": len(pieces), "share_encoder_decoder_embeddings": False, "tie_word_embeddings": False}
+    model = MarianMTModel(MarianConfig(vocab_size=len(pieces), forced_eos_token_id=None, **two, **SIZES, **ids))
+    save(Seq2Seq(model.eval(), own), tmp_path / "model")
+    (tmp_path / "exported").mkdir()
+    export._copy_model(tmp_path / "model", tmp_path / "exported")
+    found = load(tmp_path / "exported", device="cpu").tokenizer
+    assert found.encode(sentence(1, 5)) == own.encode(sentence(1, 5))
 
 
 def test_a_model_with_spare_embeddings_is_welcome(tokenizer: Any, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -331,6 +332,19 @@ def test_fault_02_a_library_that_hears_no_signal_is_not_waited_for() -> None:
     with script(DEAF) as process:
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=5) == 143
+
+
+def test_a_process_that_waits_for_others_to_be_started_hears_signals(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    given = {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    line = ("finetune", "output=x")
+    with forked.Process(tmp_path, forked.command, *line, environment={**os.environ, **given}) as waiting:
+        said = tmp_path / "stdout"
+        waiting.wait_until(lambda: said.exists() and "waiting for all of 2 processes" in said.read_text())
+        time.sleep(0.3)
+        waiting.signal(signal.SIGTERM)
+        assert waiting.end(20) == 143
 
 
 # Processes that work for others

@@ -137,6 +137,13 @@ def load(folder: Path, model: Any, optimizer: Any, schedule: Any) -> tuple[dict[
     return None
 
 
+def drop_after(folder: Path, step: int) -> None:
+    """Remove the damaged ones behind the one that was loaded: of what is there before the next, that is to be kept."""
+    for file in _found(folder):
+        if file.name > PATTERN.replace("*", f"{step:09}"):
+            file.unlink()
+
+
 def _open(file: Path) -> Stored:
     """With its shares, every one of which is looked at."""
     told, tensors = read(file)

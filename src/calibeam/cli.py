@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import os
 import re
 import shutil
@@ -214,6 +215,8 @@ def plan(
     """
     from calibeam import forecast
 
+    if sources is not None and not math.isfinite(sources):
+        raise CalibeamError(f"--sources must be a number of sources, such as 1e9, got {sources}")
     tables = recipe.override(recipe.read(recipe_file), settings or [])
     found = forecast.forecast(tables, gpu=gpu, gpus=gpus, sources=int(sources) if sources else None, price=price)
     if as_json:
@@ -268,6 +271,8 @@ def calibrate_model(
 
     Example: calibeam calibrate-model --model my-t5 --train train.jsonl --validation val.jsonl --output my-t5-calibrated
     """
+    if not output.name:
+        raise CalibeamError(f"--output must name a folder to make, got '{output}'")
     place = work or output.with_name(f"{output.name}-work")
     tables: dict[str, Any] = {
         "output": str(place),

@@ -18,7 +18,7 @@ from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from calibeam import display
+from calibeam import display, signals
 from calibeam.records import CalibeamError
 
 if TYPE_CHECKING:
@@ -32,6 +32,10 @@ BUCKET = 1 << 24
 """Numbers that are added up at once: many small tensors would take a message each, and one for all of them a copy of them all."""
 FAILED = "failed"
 """What is there when one of the processes has failed."""
+
+
+class LostTouchError(CalibeamError):
+    """Another process has died, or cannot be reached."""
 
 
 @dataclass
@@ -67,12 +71,12 @@ class _Group:
         if self.store.check([FAILED]):
             raise CalibeamError("another process has failed")
 
-    def fails_first(self) -> bool:
+    def fails_first(self, error: BaseException) -> bool:
         """Tell all that this process fails. Of their errors, which are the same or follow from another, one is to be told."""
         try:
             return self.store.add(FAILED, 1) == 1
-        except RuntimeError:  # who kept the store is gone already
-            return False
+        except RuntimeError:  # who kept the store is gone already, and may have been killed
+            return isinstance(error, LostTouchError)
 
 
 _group: _Group | None = None
@@ -121,8 +125,8 @@ def joined() -> Iterator[None]:
         yield
         highest(0)  # all have come so far: the first may keep the store, and would take it along
         distributed.destroy_process_group()
-    except BaseException:
-        display.errors.quiet = not _group.fails_first()
+    except BaseException as error:
+        display.errors.quiet = not _group.fails_first(error)
         raise
     finally:
         _group = None
@@ -132,6 +136,7 @@ def joined() -> Iterator[None]:
 @cache
 def _meet() -> tuple[Any, int, int]:
     """A store that all processes of this program share from now on, the number of this one, and how many there are."""
+    from torch.distributed import DistError
     from torch.distributed.rendezvous import rendezvous
 
     given = {name: os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT")}
@@ -142,7 +147,13 @@ def _meet() -> tuple[Any, int, int]:
             f"the environment says that this is one of several processes, and not which: {told}. Start them by torchrun or "
             "accelerate launch, or unset WORLD_SIZE"
         )
-    return next(rendezvous("env://", timeout=PATIENCE))
+    if is_started_first():
+        display.say(f"waiting for all of {given['WORLD_SIZE']} processes")
+    try:
+        return signals.aside(lambda: next(rendezvous("env://", timeout=PATIENCE)))
+    except DistError as error:
+        place = f"{given['MASTER_ADDR']}:{given['MASTER_PORT']}"
+        raise CalibeamError(f"the processes cannot meet at {place}: {str(error).partition(chr(10))[0]}") from error
 
 
 def _take_gpu() -> None:

@@ -273,7 +273,7 @@ def _saves(step: Step, data: Data) -> float:
     if step.stage not in TRAINING:
         return 0.0
     config, steps = step.config, cost.seen(step, data) / step.config.batch_size
-    validated = config.eval_steps or math.ceil(cost.examples_of(step, data) / config.batch_size)
+    validated = config.eval_steps or math.ceil(cost.epoch(step, data) / config.batch_size)
     return steps / config.save_steps + steps / validated - steps / math.lcm(config.save_steps, validated)
 
 
@@ -336,7 +336,7 @@ def _host_memory(step: Step, data: Data) -> float:
     candidates = _candidates(step) if step.stage == "calibrate" else 0
     tokens = source + (1 + candidates) * target
     each = HOST_BYTES_PER_EXAMPLE + HOST_BYTES_PER_CANDIDATE * candidates + HOST_BYTES_PER_TOKEN * tokens
-    return cost.examples_of(step, data) * each
+    return cost.epoch(step, data) * each
 
 
 def show(found: Sequence[Forecast], gpu: str, gpus: int) -> None:

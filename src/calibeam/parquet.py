@@ -76,7 +76,9 @@ class File:
         with path.open("rb") as stream:
             self.groups = groups(stream)
         self._readers: dict[tuple[str, ...], pq.ParquetFile] = {(): pq.ParquetFile(path.open("rb"))}  # a name may be no Unicode
-        self.schema = self._readers[()].schema_arrow
+        self.schema = pa.schema(map(_without_views, self._readers[()].schema_arrow))
+        if twice := [name for name in self.schema.names if self.schema.names.count(name) > 1]:
+            raise ValueError(f"it has two columns called {twice[0]!r}")
         self._leaves = [self._readers[()].schema.column(place) for place in range(len(self._readers[()].schema))]
 
     def batches(self, number: int, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
@@ -116,6 +118,16 @@ class File:
                 for place, leaf in enumerate(self._leaves)
                 if columns is None or leaf.path.partition(".")[0] in columns
             }
+
+
+def _without_views(field: pa.Field) -> pa.Field:
+    """Texts that were written as views come out as texts, to which dictionaries can be cast."""
+    kind = field.type
+    if pa.types.is_struct(kind):
+        kind = pa.struct([*map(_without_views, kind)])
+    elif pa.types.is_list(kind):
+        kind = pa.list_(_without_views(kind.value_field))
+    return field.with_type({pa.string_view(): pa.string(), pa.binary_view(): pa.binary()}.get(kind, kind))
 
 
 def _column(group: Group, found: Iterable[Page]) -> Column:

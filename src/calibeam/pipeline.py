@@ -39,7 +39,7 @@ class Step:
             return Path(distributed.by_first(lambda: str(stage.run(self.config, force=force))))
         except RuntimeError as error:
             if distributed.size() > 1 and _is_lost_touch(error):
-                raise CalibeamError(
+                raise distributed.LostTouchError(
                     f"{self.stage}: process {distributed.rank()} of {distributed.size()} has lost touch with another one, which "
                     f"has died or cannot be reached ({str(error).partition('. ')[0]}).\n"
                     "What was saved is kept. Start all of them again with the same command"

@@ -21,12 +21,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import unquote
 
 from calibeam.records import CalibeamError
 
 HUB = "hub:"
 LOCAL = "file://"
-ADDRESS = re.compile(r"hf://datasets/(?P<name>[^@/]+(?:/[^@/]+)?)@(?P<revision>[^/]+)/(?P<pattern>.+)")
+HOSTED = "hf://"
+ADDRESS = re.compile(
+    rf"{HOSTED}datasets/(?P<name>[^@/]+(?:/[^@/]+)?)@(?P<revision>refs/(?:convert|pr)/[^/]+|[^/]+)/(?P<pattern>.+)"
+)
 PINNED = re.compile(r"hf://datasets/[^@]+@[0-9a-f]{40}/")
 LONGEST_FIELD = 1_000_000
 LONGEST_LINE = 1 << 25
@@ -71,6 +75,8 @@ def _files(place: str) -> list[str]:
         return matching(place.removeprefix(LOCAL))
     if match := ADDRESS.fullmatch(place):
         return _fetch(place, **match.groupdict())
+    if place.startswith(HOSTED):
+        raise CalibeamError(f"{place} is not of the form {HOSTED}datasets/NAME@REVISION/FILES")
     return [place]
 
 
@@ -95,7 +101,9 @@ def _fetch(place: str, name: str, revision: str, pattern: str) -> list[str]:
     from huggingface_hub import snapshot_download
 
     with _named(place):
-        folder = snapshot_download(name, repo_type="dataset", revision=revision, allow_patterns=[pattern])
+        folder = snapshot_download(
+            name, repo_type="dataset", revision=unquote(revision), allow_patterns=[pattern, pattern.replace("**/", "")]
+        )
     return matching(str(Path(glob.escape(folder)) / pattern))
 
 
@@ -109,8 +117,9 @@ def _named(place: str) -> Iterator[None]:
 
 
 def matching(pattern: str) -> list[str]:
-    """The files that a pattern names, in order."""
-    if found := sorted(glob.glob(pattern)) if glob.has_magic(pattern) else [pattern]:
+    """The files that a pattern names, in order, ** for folders in folders; or the one file that is called so."""
+    is_name = not glob.has_magic(pattern) or Path(pattern).is_file()
+    if found := [pattern] if is_name else sorted(glob.glob(pattern, recursive=True)):
         return found
     raise CalibeamError(f"no file matches {pattern}")
 

@@ -332,6 +332,17 @@ def problem_of_disk(error: BaseException, path: Path) -> CalibeamError | None:
     )
 
 
+@contextmanager
+def _explained(path: Path) -> Iterator[None]:
+    """What is wrong with the disk that something is written to."""
+    try:
+        yield
+    except BaseException as error:
+        if problem := problem_of_disk(error, path):
+            raise problem from error
+        raise
+
+
 @dataclass(frozen=True)
 class Shards:
     """A table in pieces, each whole or not at all. Whoever has one of these may write them, on whatever machine.
@@ -515,7 +526,8 @@ class Output:
         """
         if not distributed.is_first():
             self._must_be_seen()  # when the first has made it
-            yield self
+            with _explained(self.path):
+                yield self
             _wait_for_first()  # to finish it
             self.done = True
             return
@@ -523,7 +535,7 @@ class Output:
             self.path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise CalibeamError(f"{self.path} cannot be created: {error}") from error
-        with _lock(self.path):
+        with _explained(self.path), _lock(self.path):
             origin = self.folder / ORIGIN
             try:
                 self._check_partial()  # again: another process may have begun meanwhile
@@ -537,11 +549,9 @@ class Output:
                 yield self
                 with signals.postponed():
                     self._finish(started, time.monotonic() - clock)
-            except BaseException as error:
+            except BaseException:
                 if not any((self.folder / name).is_file() for name in (ORIGIN, MANIFEST)):
                     shutil.rmtree(self.folder, ignore_errors=True)
-                if problem := problem_of_disk(error, self.path):
-                    raise problem from error
                 raise
         self.done = True
         _wait_for_first()
@@ -707,11 +717,10 @@ def write_file(path: Path, content: str | bytes) -> None:
 def write_page(path: Path, text: str) -> None:
     """The same outside of a stage, where nobody else explains what is wrong with the disk."""
     try:
-        write_file(path, text)
-    except OSError as error:
+        with _explained(path):
+            write_file(path, text)
+    except (CalibeamError, OSError):
         path.with_name(f".{path.name}.partial").unlink(missing_ok=True)
-        if problem := problem_of_disk(error, path):
-            raise problem from error
         raise
 
 

@@ -264,6 +264,7 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
         )
     # A checkpoint is of the moment after a step and before its validation, if one is due.
     if distributed.is_first():
+        checkpoint.drop_after(output.folder, step)
         output.keep_log(lambda record: record["step"] < step or (record["step"] == step and "train" in record))
     if (parts := math.ceil(config.batch_size / config.micro_batch_size)) < distributed.size():
         idle = f"{distributed.size() - parts} of {distributed.size()} processes have nothing to do"

@@ -174,6 +174,22 @@ def test_neighbours_with_one_source_become_one_example_if_asked_for(tmp_path: Pa
     assert [example.source for example in run(train).examples("train")] == ["a", "a", "a", "b", "a"]
 
 
+@pytest.mark.parametrize("group", [1, 4096], ids=["tables of a row", "one table"])
+def test_what_is_counted_out_and_split_are_merged_examples(
+    group: int, tmp_path: Path, run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """20 sources of 5 references each: all of them stay together, whatever is left out and held out to test on."""
+    monkeypatch.setattr(store, "ROW_GROUP", group)
+    content = [{"id": 5 * i + j, "source": f"source {i}", "target": f"target {i} {j}"} for i in range(20) for j in range(5)]
+    file = str(jsonl(tmp_path / "rows.jsonl", content))
+    folder = run(file, validation=file, test="", merge_sources=True, max_train=10)
+    found = {split: folder.examples(split) for split in ("train", "validation", "test")}
+    assert {split: len(examples) for split, examples in found.items()} == {"train": 10, "validation": 10, "test": 10}
+    for example in (example for examples in found.values() for example in examples):
+        assert example.targets == tuple(example.source.replace("source", "target") + f" {j}" for j in range(5))
+    assert not {example.source for example in found["validation"]} & {example.source for example in found["test"]}
+
+
 def test_ids_are_given_as_text_or_whole_numbers_or_else_rows_are_numbered(tmp_path: Path, run: Any) -> None:
     content = [{"source": "s", "target": "t", **given} for given in ({"id": "x"}, {"id": 7}, {"id": None}, {})]
     assert [example.id for example in run(jsonl(tmp_path / "x.jsonl", content)).examples("train")] == ["x", "7", "3", "4"]

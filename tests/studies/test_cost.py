@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from calibeam import forecast, pipeline
+from calibeam.stages import prepare
 from calibeam.studies import cost
 from studies.test_plan import of, rows
 
@@ -42,6 +45,23 @@ def test_flops_of_a_published_task_before_anything_is_prepared(model_folder: Mak
     assert cost.flops(decode) == pytest.approx(14_732 * size.flops(1.3 * 97.23, 1.3 * 21.00, 15))
     assert of(calibrated, "calibrate").num_train_epochs == 1
     assert all(cost.flops(step) is not None for step in cost.in_line(calibrated))
+
+
+def test_every_reference_is_trained_on_and_scored_once(model_folder: Make, tmp_path: Path) -> None:
+    rows_file = tmp_path / "rows.jsonl"
+    row = {"source": "x" * 40, "target": ["y" * 20] * 5}
+    rows_file.write_text("".join(json.dumps({"id": i, **row}) + "\n" for i in range(4)))
+    files = {split: str(rows_file) for split in ("train", "validation", "test")}
+    tables = {"output": str(tmp_path / "out"), "model": str(model_folder("t5")), "prepare": files, "finetune": {}}
+    steps = {step.stage: step for step in forecast.linked(pipeline.plan(tables))}
+    prepare.run(steps["prepare"].config)
+    size, data = cost.size_of(steps["decode"]), cost.data_of(steps["prepare"])
+    assert size is not None
+    assert data == cost.Data(dict.fromkeys(files, 4), 10, 5, 5)
+    epochs = steps["finetune"].config.num_train_epochs
+    assert cost.seen(steps["finetune"], data) == epochs * 20
+    assert cost.flops(steps["finetune"]) == pytest.approx(3 * epochs * 20 * size.flops(10, 5, 1))
+    assert cost.flops(steps["score"]) == pytest.approx(4 * size.flops(10, 5, 15 + 5))
 
 
 def test_what_nobody_knows_is_not_guessed() -> None:

@@ -75,18 +75,23 @@ class Names(NamedTuple):
 
 
 class Split:
-    """The rows of a split on their way: in a table on disk, and in memory only a hash of every id."""
+    """The rows of a split on their way: in a table on disk, and in memory only a hash of every id.
 
-    def __init__(self, output: store.Output, name: str) -> None:
-        self._output, self._name = output, f"{name}-as-read"
+    With `merges`, as every reference in a row of its own is published: neighbours with one source are one example with all
+    their references, under the first one's id.
+    """
+
+    def __init__(self, output: store.Output, name: str, *, merges: bool = False) -> None:
+        self._output, self._name, self._merges = output, f"{name}-as-read", merges
         self._rows: list[dict[str, Any]] = []
         self._tables = 0
         self._numbers: dict[int, int] = {}
+        self._merged = set[int]()
         self.measured: list[array[float]] = [array("d") for _ in Properties._fields]
         """Of every row, whether it can be used or not."""
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._numbers) - len(self._merged)
 
     def take(self, example: Example, number: int, names: Names) -> str:
         """Keep the example of a row, or say why not."""
@@ -94,15 +99,20 @@ class Split:
         if key in self._numbers:
             return f"field {names.id!r} repeats the id {example.id!r} of row {self._numbers[key]}"
         self._numbers[key] = number
-        self._rows.append({"id": example.id, "source": example.source, "targets": example.targets})
+        targets = dict.fromkeys(example.targets) if self._merges else example.targets
+        if self._merges and self._rows and self._rows[-1]["source"] == example.source:
+            self._merged.add(key)
+            self._rows[-1]["targets"] |= targets
+            return ""
         if len(self._rows) == store.ROW_GROUP:
             self._write()
+        self._rows.append({"id": example.id, "source": example.source, "targets": targets})
         return ""
 
     def hashes(self) -> np.ndarray:
         import numpy as np
 
-        return np.fromiter(self._numbers, np.uint64, len(self))
+        return np.fromiter((key for key in self._numbers if key not in self._merged), np.uint64, len(self))
 
     def examples(self) -> Iterator[Example]:
         self._write()
@@ -116,7 +126,8 @@ class Split:
 
     def _write(self) -> None:
         if self._rows:
-            self._output.write_rows(f"{self._name}-{self._tables}", self._rows, store.EXAMPLES)
+            rows = ({**row, "targets": [*row["targets"]]} for row in self._rows)
+            self._output.write_rows(f"{self._name}-{self._tables}", rows, store.EXAMPLES)
             self._rows, self._tables = [], self._tables + 1
 
 
@@ -131,7 +142,7 @@ def run(config: Config, *, force: bool = False) -> Path:
     if output.done:
         return output.path
     with output.writing():
-        read = {name: Split(output, name) for name in SPLITS}
+        read = {name: Split(output, name, merges=config.merge_sources) for name in SPLITS}
         if task and task.generate:
             for name, examples in task.generate(config.packages, config.fresh).items():
                 for number, example in enumerate(examples, start=1):
@@ -147,7 +158,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         oddities = Oddities()
         for name, (split, wanted) in chosen.items():
             kept: Iterable[Example] = (e for e in split.examples() if wanted is None or hash_of(e.id) in wanted)
-            found = oddities.watch(name, _merged(kept) if config.merge_sources else kept)
+            found = oddities.watch(name, kept)
             made = ({"id": e.id, "source": config.source_prefix + e.source, "targets": e.targets} for e in found)
             output.write_rows(name, made, store.EXAMPLES)
         for split in read.values():
@@ -171,13 +182,6 @@ def _why_empty(split: str, places: Mapping[str, Sequence[str]], read: Mapping[st
             f"{len(read['validation'])}. Give a test file, or more validation rows"
         )
     return ""
-
-
-def _merged(examples: Iterable[Example]) -> Iterator[Example]:
-    """As every reference in a row of its own is published: neighbours with one source as one, under the first one's id."""
-    for source, some in itertools.groupby(examples, key=lambda example: example.source):
-        first, *others = some
-        yield Example(first.id, source, tuple(dict.fromkeys(text for each in (first, *others) for text in each.targets)))
 
 
 def _places(config: Config, task: Task | None) -> dict[str, list[str]]:

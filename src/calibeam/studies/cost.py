@@ -60,11 +60,12 @@ class Size:
 
 
 class Data(NamedTuple):
-    """Examples by split, and mean tokens."""
+    """Examples by split, mean tokens, and mean references of a training example."""
 
     examples: dict[str, int]
     source_length: float
     target_length: float
+    references: float = 1.0
 
 
 def is_there(step: Step) -> bool:
@@ -111,8 +112,8 @@ def _decode(step: Step, data: Data, once: Once) -> float:
 
 
 def _score(step: Step, data: Data, once: Once) -> float:
-    """Every candidate, and the target."""
-    return examples_of(step, data) * once(ancestor(step, "decode").config.num_candidates + 1)
+    """Every candidate, and every target."""
+    return examples_of(step, data) * once(ancestor(step, "decode").config.num_candidates + data.references)
 
 
 def _calibrate(step: Step, data: Data, once: Once) -> float:
@@ -148,12 +149,17 @@ def examples_of(step: Step, data: Data) -> int:
 def seen(step: Step, data: Data) -> float:
     """Examples that are trained on, each as often as it is."""
     config = step.config
-    return config.max_steps * config.batch_size or config.num_train_epochs * examples_of(step, data)
+    return config.max_steps * config.batch_size or config.num_train_epochs * epoch(step, data)
+
+
+def epoch(step: Step, data: Data) -> float:
+    """Examples of one: in fine-tuning, every source is one with each of its references."""
+    return examples_of(step, data) * (data.references if step.stage == "finetune" else 1)
 
 
 def _validating(step: Step, data: Data, once: Once) -> float:
     config, examples = step.config, data.examples["validation"]
-    times = 1 + seen(step, data) / (config.eval_steps * config.batch_size or examples_of(step, data))
+    times = 1 + seen(step, data) / (config.eval_steps * config.batch_size or epoch(step, data))
     return times * min(config.select_examples or examples, examples) * (once(config.select_num_beams) + once(1))
 
 
@@ -278,12 +284,13 @@ def prepared_data(place: str) -> Data | None:
         folder = store.read(place, "prepare")
     except CalibeamError:
         return None
-    source = target = 0
+    source = target = references = 0
     for example in folder.stream_examples("train"):
         source, target = source + len(example.source), target + len(example.targets[0])
+        references += len(example.targets)
     counts = {split: folder.count(split) for split in SPLITS}
     tokens = CHARACTERS_PER_TOKEN * counts["train"]
-    return Data(counts, source / tokens, target / tokens)
+    return Data(counts, source / tokens, target / tokens, references / counts["train"])
 
 
 def published_data(task: str) -> Data | None:
