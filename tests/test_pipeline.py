@@ -23,10 +23,10 @@ from typer.testing import CliRunner
 
 import calibeam
 import forked
-from calibeam import pipeline, recipe, seq2seq, store
+from calibeam import compare, pipeline, recipe, seq2seq, store
 from calibeam.cli import app
 from calibeam.records import CalibeamError
-from calibeam.stages import evaluate
+from calibeam.stages import evaluate, report
 from conftest import TINY_RECIPE, Disk, sentence, tiny_model
 
 Make = Callable[..., Path]
@@ -265,6 +265,30 @@ def test_a_model_of_ones_own_becomes_a_checkpoint(family: str, tmp_path: Path, f
     assert json.loads((work / "calibrate" / store.MANIFEST).read_text())["counts"]["best_step"] > 0
     before, after = (seq2seq.load(folder, device="cpu").model for folder in (tmp_path / "my-model", tmp_path / "new"))
     assert any((a != b).any() for a, b in zip(before.parameters(), after.parameters(), strict=True))
+    answer = report.answer(json.loads((work / "report/figures.json").read_text())["rows"])
+    assert f"\n**{answer}**\n" in card
+    assert answer in " ".join(done.output.rpartition("report: ")[2].split())
+
+
+def test_other_settings_are_tried_on_the_same_candidates_and_lengths_fit_the_model(
+    tmp_path: Path, files: list[str], model_folder: Make
+) -> None:
+    """BART has 64 positions here, fewer than the 512 and 128 tokens that nobody asked for."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    given = ("--model", model_folder("bart"), *files[:4], "--num-candidates", "4")
+    assert invoke(*given, "--output", one, *SMALL).exit_code == 0
+    done = invoke(*given, "--output", two, "--reuse", tmp_path / "one-work", "--learning-rate", "2e-3", *SMALL)
+    assert done.exit_code == 0, done.output
+    for stage in ("prepare", "decode", "score"):
+        assert f"{stage}: done already, verified" in done.output
+        assert not (tmp_path / "two-work" / stage).exists()
+    decoded, calibrated = (
+        store.read(place, stage).manifest["settings"]
+        for place, stage in ((tmp_path / "one-work/decode", "decode"), (tmp_path / "two-work/calibrate", "calibrate"))
+    )
+    assert (decoded["max_source_length"], calibrated["max_target_length"], calibrated["learning_rate"]) == (64, 64, 2e-3)
+    with pytest.raises(CalibeamError, match=f"{two} is one stage of a run, `export`: give {tmp_path / 'two-work'}, the folder"):
+        compare.run([one.with_name("one-work"), two], None)
 
 
 def test_where_no_step_is_better_the_model_comes_back_as_it_was_and_everybody_is_told(
@@ -287,7 +311,8 @@ def test_where_no_step_is_better_the_model_comes_back_as_it_was_and_everybody_is
     said = " ".join(done.output.rpartition("report: ")[2].split())
     page = html.unescape((tmp_path / "work/report.html").read_text())
     remarks = [
-        "Nothing changed: no step was better on validation, so the model is exported unchanged.",
+        "Nothing changed: no step was better on validation, so the model is exported unchanged. "
+        "Another learning_rate, pairs=all or a smaller beta may do better.",
         f"The fine-tuned model's generation config asks for length_penalty=2.0, no_repeat_ngram_size=3 and forced_eos_token_id="
         f"{model.generation_config.forced_eos_token_id}. Both models were "
         "decoded without: with its own settings the fine-tuned model may do better than it does here.",

@@ -78,7 +78,7 @@ def main() -> None:
             sys.exit(stop.exit_code)
 
 
-@app.command()
+@app.command(short_help="run every stage of a recipe")
 def run(
     recipe_file: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
     settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE")] = None,
@@ -166,7 +166,7 @@ def _toml(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-@app.command(cls=_StudyHelp)
+@app.command(cls=_StudyHelp, short_help="repeat one of the paper's studies around a recipe")
 def study(
     name: Annotated[str, typer.Argument(metavar="NAME", help="ablation, decoding, length, scaling or final")],
     recipe_file: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
@@ -193,7 +193,7 @@ def study(
         studies.run(name, tables, force=force)
 
 
-@app.command()
+@app.command(short_help="predict time, memory, storage and cost")
 def plan(
     recipe_file: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
     settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE")] = None,
@@ -231,7 +231,7 @@ for _name, _summary in stages.STAGES.items():
     )
 
 
-@app.command("calibrate-model")
+@app.command("calibrate-model", short_help="calibrate your own model, from files to a checkpoint")
 def calibrate_model(
     model: Annotated[str, typer.Option(help="a fine-tuned encoder-decoder: a folder or a Hugging Face Hub id")],
     train: Annotated[str, typer.Option(help="training rows: a JSONL, JSON, CSV, TSV or Parquet file, or hub:NAME:SPLIT")],
@@ -247,8 +247,12 @@ def calibrate_model(
     ] = None,
     id_column: Annotated[str, typer.Option(help="the column of the row's id")] = "id",
     bad_rows: Annotated[str, typer.Option(help="error or skip: what to do with rows that cannot be used")] = "error",
-    max_source_length: Annotated[int, typer.Option(help="source tokens; longer sources are cut")] = 512,
-    max_target_length: Annotated[int, typer.Option(help="target and output tokens")] = 128,
+    max_source_length: Annotated[
+        int | None, typer.Option(help="source tokens; longer sources are cut; 512, or the model's positions, if not given")
+    ] = None,
+    max_target_length: Annotated[
+        int | None, typer.Option(help="target and output tokens; 128, or the model's positions, if not given")
+    ] = None,
     num_candidates: Annotated[
         int | None, typer.Option(help="candidates per training source; 15, or the preset's, if not given")
     ] = None,
@@ -258,6 +262,12 @@ def calibrate_model(
     ] = None,
     preset: Annotated[str, typer.Option(help=f"settings by name: {', '.join(PRESETS)}")] = "slic",
     work: Annotated[Path | None, typer.Option(help="folder of the stages; OUTPUT-work if not given")] = None,
+    reuse: Annotated[
+        Path | None,
+        typer.Option(
+            help="the -work folder of another run, whose candidates and scores are taken: to try other calibrate settings"
+        ),
+    ] = None,
     settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE", help="any other setting")] = None,
     force: Force = False,
     allow_code: AllowCode = False,
@@ -274,17 +284,20 @@ def calibrate_model(
     if not output.name:
         raise CalibeamError(f"--output must name a folder to make, got '{output}'")
     place = work or output.with_name(f"{output.name}-work")
+    shared = {name: {"output": str(reuse / name)} if reuse else {} for name in ("prepare", "decode", "score")}
     tables: dict[str, Any] = {
         "output": str(place),
         "model": model,
         "preset": preset,
-        "max_source_length": max_source_length,
-        "max_target_length": max_target_length,
+        "max_source_length": max_source_length or _at_most_positions(512, model),
+        "max_target_length": max_target_length or _at_most_positions(128, model),
         "prepare": {
+            **shared["prepare"],
             "train": train, "validation": validation, "test": test, "bad_rows": bad_rows, "source_column": source_column,
             "source_prefix": source_prefix, "target_columns": target_column or ["target"], "id_column": id_column,
         },
-        "decode": _given(num_candidates=num_candidates),
+        "decode": {**shared["decode"], **_given(num_candidates=num_candidates)},
+        "score": shared["score"],
         "calibrate": _given(learning_rate=learning_rate),
         "export": {"output": str(output)},
     }  # fmt: skip
@@ -293,11 +306,18 @@ def calibrate_model(
     pipeline.finish(tables)
 
 
+def _at_most_positions(length: int, model: str) -> int:
+    """A length that nobody chose is none that the model cannot take."""
+    from calibeam import seq2seq
+
+    return min(length, seq2seq.max_positions(seq2seq.examine(model)) or length)
+
+
 def _given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-@app.command()
+@app.command(short_help="put finished runs side by side")
 def compare(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN_A RUN_B [...]", help="the output folders of finished runs")],
     out: Annotated[Path | None, typer.Option("--out", help="a page to write, such as compare.html")] = None,
@@ -315,7 +335,7 @@ def compare(
     comparison.run(runs, out)
 
 
-@app.command()
+@app.command(short_help="list the datasets known by name")
 def tasks() -> None:
     """List the datasets known by name, for `calibeam prepare task=NAME [path=FOLDER]`, with the paper's figures.
 
@@ -330,7 +350,7 @@ def tasks() -> None:
     typer.echo("\n\n".join(map(describe, TASKS.values())))
 
 
-@app.command()
+@app.command(short_help="say what this machine has")
 def doctor() -> None:
     """Say what this machine has (torch, GPU, memory, extras) and what that means.
 

@@ -52,7 +52,9 @@ def read(name: str, place: Path) -> Run:
     if "report" not in (own, inner):
         stages = sorted({kind for file in place.glob(f"**/{store.MANIFEST}") if (kind := store.kind(file.parent))})
         if own:
-            raise CalibeamError(f"{place} is one stage of a run, `{own}`: give the folder of the whole run")
+            work = place.with_name(f"{place.name}-work")  # as calibrate-model calls it
+            given = f"{work}, the folder of the whole run" if work.is_dir() else "the folder of the whole run"
+            raise CalibeamError(f"{place} is one stage of a run, `{own}`: give {given}")
         if stages:
             raise CalibeamError(f"{place} is not finished: it has {', '.join(stages)} but no report. Run its recipe again")
         raise CalibeamError(f"{place} is not the folder of a run: no stage of calibeam wrote anything there")

@@ -11,12 +11,15 @@ import importlib
 import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from calibeam.records import CalibeamError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 FLAG = "--allow-code"
 
@@ -60,6 +63,23 @@ def identity(function: Callable[..., Any]) -> str:
         raise CalibeamError(f"the source of {name_of(function)} cannot be read: write the function in a file") from None
     line = named.__code__.co_firstlineno if hasattr(named, "__code__") else 0  # two lambdas may have one name
     return f"{name_of(function)} sha256:{hashlib.sha256(b'%d %b' % (line, source)).hexdigest()[:16]}"
+
+
+def looked_at(function: Callable[..., Tensor], what: str, wanted: Callable[..., Sequence[int]]) -> Callable[..., Tensor]:
+    """The function, whose errors are told as its own, and whose tensor must have the shape that is wanted of what it is given."""
+
+    def checked(*given: Any) -> Tensor:
+        try:
+            found = function(*given)
+        except Exception as error:
+            raise CalibeamError(f"{what} {name_of(function)}: {type(error).__name__}: {error}") from error
+        shape, there = [*wanted(*given)], getattr(found, "shape", None)
+        if there is None or [*there] != shape:
+            told = f"one of shape {[*there]}" if there is not None else type(found).__name__
+            raise CalibeamError(f"{what} {name_of(function)} must give a tensor of shape {shape}, and gave {told}")
+        return found
+
+    return checked
 
 
 def _definition(function: Callable[..., Any]) -> Any:

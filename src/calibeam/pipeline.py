@@ -205,4 +205,4 @@ def finish(tables: dict[str, Any]) -> None:
     display.say(f"checkpoint: {export.output}", style="bold green")
     display.say(f"report:     {page}", style="bold green")
     for remark in json.loads((Path(report.output) / "figures.json").read_text(encoding="utf-8")).get("remarks", ()):
-        display.say(remark, style="bold yellow")
+        display.say(remark, style="bold")

@@ -188,6 +188,9 @@ def test_what_cannot_be_scored_is_refused() -> None:
             rouge(["a"], ["a"], kinds=["rouge1", kind])
     with pytest.raises(ValueError, match="must not be empty"):
         rouge(["a"], ["a"], newline="")
+    for given in (("the cat", ["the cat"]), (["the cat"], "the cat")):
+        with pytest.raises(TypeError, match=r"write \[text\] for one"):
+            rouge(*given)
 
 
 class _StaysHere(str):

@@ -327,7 +327,7 @@ def test_an_exported_adapter_gives_what_was_evaluated(places: Any, tmp_path: Pat
     loading = card.partition("```python\n")[2].partition("tokenizer = ")[0]
     named: dict[str, str] = {}
     exec(loading, named)
-    assert (named["base"], named["place"]) == ("tuned", exported.name)
+    assert (named["base"], named["place"]) == ("path/to/tuned", exported.name)
     assert "model = PeftModel.from_pretrained(model, place).merge_and_unload()" in card
     assert "generate(**inputs, num_beams=5, length_penalty=0.0, max_new_tokens=8)" in card
     assert "| LoRA | rank 2, alpha 16.0, q_proj, fc1 |" in card

@@ -195,6 +195,15 @@ def test_ids_are_given_as_text_or_whole_numbers_or_else_rows_are_numbered(tmp_pa
     assert [example.id for example in run(jsonl(tmp_path / "x.jsonl", content)).examples("train")] == ["x", "7", "3", "4"]
 
 
+def test_references_that_rouge_cannot_read_are_counted(tmp_path: Path, run: Any) -> None:
+    """Most of the letters decide: digits and a word of another script change nothing."""
+    targets = ["Привет 42", "Zażółć gęślą jaźń", "naïve 日本", "日本 na", "plain", "12 % …"]
+    content = [{"source": "s", "target": target} for target in targets]
+    manifest = run(jsonl(tmp_path / "train.jsonl", content)).manifest
+    assert manifest["counts"]["rows_unknown_to_rouge"] == 1 + 1
+    assert any(note.startswith("2 rows have references mostly in letters that ROUGE does not know") for note in manifest["notes"])
+
+
 # Mistakes
 
 

@@ -129,7 +129,7 @@ def test_the_page_answers_in_order_with_figures_in_it(window: Window, figures: d
     assert names[: len(FIGURES)] == FIGURES
     assert {f"training-{stage}-validation-perplexity" for stage in ("finetune", "calibrate")} <= set(names)
     assert window.page.locator("[data-figure] svg .role-mark").count() >= len(names)
-    assert report.answer(figures["rows"]) in window.text("#help")
+    assert window.text("#help .verdict") == report.answer(figures["rows"]) == figures["remarks"][0]
     assert not figures["unchanged"]
     headline = report.headline(figures["rows"])
     for kind, name in (("similarity", "similarity"), ("rouge", "ROUGE")):

@@ -265,9 +265,29 @@ def test_a_similarity_of_the_wrong_shape_is_refused(tmp_path: Path, data: str, t
     def first_only(candidates: Outputs, target: Outputs) -> Tensor:
         return more_letters(candidates, target)[:, 0]
 
+    def a_list(candidates: Outputs, target: Outputs) -> Any:
+        return more_letters(candidates, target).tolist()
+
+    def takes_one(candidates: Outputs) -> Any:
+        return more_letters(candidates, candidates)
+
     places = {"data": data, "model": tuned, "candidates": candidates, "output": str(tmp_path / "score")}
-    with pytest.raises(CalibeamError, match=r"must be of shape \[sources, candidates\] = \[16, 4\], got \[16\]"):
-        score.run(score.Config(**places, similarity=first_only))
+    for function, told in (
+        (first_only, r"first_only must give a tensor of shape \[16, 4\], and gave one of shape \[16\]"),
+        (a_list, r"a_list must give a tensor of shape \[16, 4\], and gave list"),
+        (takes_one, r"takes_one: TypeError: .*takes 1 positional argument but 2 were given"),
+    ):
+        with pytest.raises(CalibeamError, match=rf"^similarity [\w.]+:.*{told}"):
+            score.run(score.Config(**places, similarity=function), force=True)
+
+
+def test_a_loss_of_the_wrong_shape_is_refused(tmp_path: Path, data: str, tuned: str, scored: str) -> None:
+    def of_all(log_p: Tensor, similarity: Tensor, mask: Tensor, beta: float) -> Tensor:
+        return -(log_p * similarity * mask).sum()
+
+    places = {"data": data, "model": tuned, "scored": scored, "output": str(tmp_path / "out")}
+    with pytest.raises(CalibeamError, match=r"^loss .*of_all must give a tensor of shape \[4\], and gave one of shape \[\]"):
+        calibrate.run(calibrate.Config(**places, loss=of_all, micro_batch_size=4, max_source_length=20, max_target_length=8))
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -49,6 +49,8 @@ def rouge(
     what PEGASUS writes. Nothing else splits them. Work for several processes is shared out to as many as are allowed;
     they are fresh interpreters, so a script that allows them needs the usual `if __name__ == "__main__":`.
     """
+    if isinstance(predictions, str) or isinstance(references, str):
+        raise TypeError("predictions and references are lists, of a text for each example: write [text] for one")
     several = [[reference] if isinstance(reference, str) else reference for reference in references]
     _check(predictions, several, kinds, newline)
     pairs = [*zip(predictions, several, strict=True)]

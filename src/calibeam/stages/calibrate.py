@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibeam import display, lora, store
+from calibeam import display, functions, lora, store
 from calibeam.paper.calibration import CALIBRATION_LOSSES, PAIR_LOSSES, ordered_pairs, sample_pair
 from calibeam.paper.decoding import length_normalised
 from calibeam.paper.regularization import REGULARIZERS, WITHOUT_REFERENCE
@@ -90,7 +90,7 @@ def run(config: Config, *, force: bool = False) -> Path:
     from calibeam import seq2seq
     from calibeam.stages.decode import check_lengths
     from calibeam.stages.evaluate import Validation
-    from calibeam.stages.export import public_name
+    from calibeam.stages.report import public_name
 
     data = store.read(config.data, "prepare")
     scored = store.read(config.scored, "score")
@@ -223,9 +223,10 @@ class CalibrationStep:
         self._model, self._reference, self._off = model, reference.model, off
         if reference is not model:
             reference.model.requires_grad_(False)
-        self._loss = config.loss if callable(config.loss) else CALIBRATION_LOSSES[config.loss]
+        loss = config.loss if callable(config.loss) else CALIBRATION_LOSSES[config.loss]
+        self._loss = functions.looked_at(loss, "loss", lambda log_p, *_: log_p.shape[:1]) if callable(config.loss) else loss
         self._regularizer = _regularizer(config)
-        self._sample = self._loss in PAIR_LOSSES and config.pairs == "sampled"
+        self._sample = loss in PAIR_LOSSES and config.pairs == "sampled"
         self._beta, self._length_alpha, self._similarity = config.beta, config.length_alpha, config.similarity
         self._config = config
         self.reg_weight = 1e-5 / config.learning_rate if config.reg_weight is None else config.reg_weight

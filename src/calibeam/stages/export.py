@@ -12,14 +12,10 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from calibeam import display, page, stages, store
+from calibeam import display, page, store
 from calibeam.recipe import StageConfig, option
-from calibeam.stages.report import compare, exports_adapter, is_unchanged, remarks
-
-GENERIC = frozenset({"model", *stages.STAGES})
-"""Names of folders that say nothing of the model in them."""
+from calibeam.stages.report import compare, exports_adapter, is_hub_id, is_unchanged, name_of, public_name, remarks
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +42,7 @@ def run(config: Config, *, force: bool = False) -> Path:
             kind = "adapter" if exports_adapter(calibrated) else "model"
             shutil.copytree(calibrated.path / kind, output.folder, dirs_exist_ok=True)
             _write_length(output.folder / "generation_config.json", after.manifest["settings"]["max_new_tokens"])
-        (output.folder / "README.md").write_text(card(calibrated, before, after, _name_of(output.path)), encoding="utf-8")
+        (output.folder / "README.md").write_text(card(calibrated, before, after, output), encoding="utf-8")
     display.say(f"export: {output.path}")
     return output.path
 
@@ -67,15 +63,16 @@ def _write_length(generation_config: Path, max_new_tokens: int) -> None:
         generation_config.write_text(json.dumps({**told, "max_new_tokens": max_new_tokens}, indent=2) + "\n", encoding="utf-8")
 
 
-def card(calibrated: store.Folder, before: store.Folder, after: store.Folder, name: str) -> str:
+def card(calibrated: store.Folder, before: store.Folder, after: store.Folder, output: store.Output) -> str:
     """What was done, and what it changed."""
     settings, comparison = calibrated.manifest["settings"], compare(before, after)
-    base = public_name(settings["model"])
+    base, name, generation = public_name(settings["model"]), name_of(output.path), output.folder / "generation_config.json"
     return page.fill(
         "card.md",
         name=f"{name}-calibrated" if name == base else name,
         base=base,
-        base_is_on_hub=_is_hub_id(settings["model"]),
+        base_is_on_hub=is_hub_id(settings["model"]),
+        generation=json.loads(generation.read_text(encoding="utf-8")) if generation.is_file() else {},
         is_adapter=exports_adapter(calibrated),
         unchanged=is_unchanged(calibrated),
         settings=settings,
@@ -85,17 +82,3 @@ def card(calibrated: store.Folder, before: store.Folder, after: store.Folder, na
         comparison=comparison,
         remarks=remarks(comparison, calibrated),
     )
-
-
-def public_name(model: str) -> str:
-    """A Hub id as it is; of a folder only a name, for a card must not tell where things lie on a disk."""
-    return model if _is_hub_id(model) else _name_of(Path(model))
-
-
-def _name_of(folder: Path) -> str:
-    _, *parts = folder.resolve().parts
-    return next((part for part in reversed(parts) if part not in GENERIC), "model")
-
-
-def _is_hub_id(model: Any) -> bool:
-    return str(model).count("/") == 1 and not Path(model).exists()

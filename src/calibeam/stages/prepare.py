@@ -36,6 +36,8 @@ TOLERATED = 100  # a published dataset may have one row in so many that cannot b
 SKIPPED = "skipped: "
 SPECIAL_TOKENS = re.compile(r"</?s>|<pad>|<unk>|<mask>|<extra_id_\d+>|\[(?:PAD|CLS|SEP|UNK|MASK)\]")
 
+LETTERS, FOREIGN = re.compile(r"[^\W\d_]"), re.compile(r"[^\W\d_a-zA-Z]")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Config(StageConfig):
@@ -382,7 +384,7 @@ class Oddities:
     def __init__(self) -> None:
         self.rows = dict.fromkeys(SPLITS, 0)
         self._train: set[int] = set()
-        self._leaked, self._twice, self._special = dict.fromkeys(SPLITS, 0), 0, 0
+        self._leaked, self._twice, self._special, self._unknown = dict.fromkeys(SPLITS, 0), 0, 0, 0
 
     def watch(self, split: str, examples: Iterable[Example]) -> Iterator[Example]:
         for example in examples:
@@ -394,6 +396,7 @@ class Oddities:
                 self._leaked[split] += source in self._train
             self._twice += len(set(example.targets)) < len(example.targets)
             self._special += any(map(SPECIAL_TOKENS.search, (example.source, *example.targets)))
+            self._unknown += any(map(_is_unknown_to_rouge, example.targets))
             yield example
 
     def note(self, output: store.Output) -> None:
@@ -403,6 +406,15 @@ class Oddities:
         _note("rows_with_a_reference_twice", self._twice, "rows have the same reference twice", output)
         what = "a tokenizer that knows them does not treat them as text, and a target ends at an end token"
         _note("rows_with_special_tokens", self._special, f"rows hold special tokens such as </s> as text: {what}", output)
+        what = (
+            "rows have references mostly in letters that ROUGE does not know (it knows a to z and 0 to 9): their ROUGE says "
+            "little. Choose checkpoints by calibrate.select=perplexity, and evaluate by another metric (docs/metrics.md)"
+        )
+        _note("rows_unknown_to_rouge", self._unknown, what, output)
+
+
+def _is_unknown_to_rouge(text: str) -> bool:
+    return not text.isascii() and 2 * len(FOREIGN.findall(text)) > len(LETTERS.findall(text))
 
 
 def _note(name: str, count: int, what: str, output: store.Output) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import calibeam
-from calibeam import display, explorer, figures, page, significance, store
+from calibeam import display, explorer, figures, page, significance, stages, store
 from calibeam.paper import official
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError, Example
@@ -44,6 +44,10 @@ PLACES = frozenset({
     "output", "data", "model", "candidates", "scored", "reference", "train", "validation", "test", "path", "bertscore_model",
 })  # fmt: skip
 """Settings that say where things lie and nothing of what was done: they are not for those whom a report is shown to."""
+NAMED = ("model", "train", "validation", "test", "path")
+"""Those of them that are told by name, with a digest of the contents."""
+GENERIC = frozenset({"model", *stages.STAGES})
+"""Names of folders that say nothing of the model in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,7 +101,6 @@ def document(findings: dict[str, Any], drawn: dict[str, figures.Spec], held: int
         title=findings["title"],
         version=calibeam.__version__,
         found=findings,
-        answer="" if findings["unchanged"] else answer(findings["rows"]),
         headline=headline(findings["rows"]),
         held=held,
         curve_name=curve_name,
@@ -214,11 +217,16 @@ def exports_adapter(calibrated: store.Folder) -> bool:
 
 
 def remarks(comparison: dict[str, Any], calibrated: store.Folder) -> list[str]:
-    """What nobody should miss who looks at the figures: said on the page, in the card, and in the terminal at the end."""
-    found = []
+    """What nobody should miss who looks at the figures, whether it helped first: said on the page, in the card, and in the
+    terminal at the end."""
     if is_unchanged(calibrated):
         outcome = "the adapter changes nothing" if exports_adapter(calibrated) else "the model is exported unchanged"
-        found.append(f"Nothing changed: no step was better on validation, so {outcome}.")
+        found = [
+            f"Nothing changed: no step was better on validation, so {outcome}. "
+            "Another learning_rate, pairs=all or a smaller beta may do better."
+        ]
+    else:
+        found = [answer(comparison["rows"])]
     if heuristics := comparison["before"].get("heuristics_left_out"):
         *others, last = heuristics
         asked = f"{', '.join(others)} and {last}" if others else last
@@ -309,7 +317,27 @@ def history(
 
 def _told(manifest: dict[str, Any]) -> dict[str, Any]:
     kept = {key: manifest.get(key) for key in ("seconds", "started", "counts", "notes", "versions")}
-    return {**kept, "settings": {key: value for key, value in manifest["settings"].items() if key not in PLACES}}
+    settings, digests = manifest["settings"], manifest["origin"]["inputs"]
+    made_from = {
+        key: public_name(settings[key]) + (f", SHA-256 {digests[key][:16]}…" if key in digests else "")
+        for key in NAMED
+        if settings.get(key)
+    }
+    return {**kept, "settings": made_from | {key: value for key, value in settings.items() if key not in PLACES}}
+
+
+def public_name(place: str) -> str:
+    """What is on a hub is called as it is there; of a file or folder only its name is told, not where it lies on a disk."""
+    return place if is_hub_id(place) or place.startswith(("hub:", "hf://")) else name_of(Path(place))
+
+
+def name_of(path: Path) -> str:
+    _, *parts = path.resolve().parts
+    return next((part for part in reversed(parts) if part not in GENERIC), "model")
+
+
+def is_hub_id(model: Any) -> bool:
+    return str(model).count("/") == 1 and not Path(model).exists()
 
 
 def _trained(calibrated: store.Folder) -> store.Folder | None:

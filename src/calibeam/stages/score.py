@@ -81,7 +81,7 @@ class SimilarityConfig(StageConfig):
     def compares_by(self, bertscore: BertScore | None) -> Callable[[Outputs, Outputs], Tensor]:
         """The similarity as a function."""
         if callable(self.similarity):
-            return self.similarity
+            return functions.looked_at(self.similarity, "similarity", lambda candidates, _: candidates.mask.shape[:-1])
         return bertscore.similarity if bertscore and self.similarity == BERTSCORE else SIMILARITIES[self.similarity]
 
 
@@ -222,9 +222,6 @@ def similarities(
                 ids, _ = tuned.encode_targets(wanted, max_target_length)
                 target = outputs(tuned, source, [[text] for text in wanted], [[row] for row in ids])
                 found = function(candidates, target)
-                if found.shape != candidates.mask.shape[:-1]:
-                    shape, wanted_shape = list(found.shape), list(candidates.mask.shape[:-1])
-                    raise CalibeamError(f"the similarity must be of shape [sources, candidates] = {wanted_shape}, got {shape}")
                 best = found if best is None else best.maximum(found)
         assert best is not None
         for index, values in zip(batch, best.tolist(), strict=True):
