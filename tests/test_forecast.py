@@ -94,7 +94,7 @@ def test_a_billion_sources_on_1024_gpus_by_hand() -> None:
     assert "a step is 32 micro-batches, so no more than 32 GPUs have work" in many["calibrate"].limit
     assert many["calibrate"].host_memory == pytest.approx(10**9 * (80 + 15 * 12 + 4.1 * (512 + 16 * 64)))
     assert "one process holds" in many["calibrate"].limit
-    assert many["prepare"].seconds > 4 * 24 * 3600  # rows are read by one process: the bottleneck
+    assert many["prepare"].seconds > 24 * 3600  # rows are read by one process: the bottleneck
     assert max(many.values(), key=lambda each: each.seconds).stage == "prepare"
 
 
@@ -226,7 +226,7 @@ def test_the_command_prints_what_is_documented(tmp_path: Path, monkeypatch: pyte
         assert f" {heading} " in shown.output
     monkeypatch.setattr(display.console, "width", 200)
     shown = CliRunner().invoke(app, command)
-    assert "The bottleneck is prepare: 87% of the time" in shown.output
+    assert "The bottleneck is prepare: 66% of the time" in shown.output
     for stage in ("prepare", "finetune", "decode", "score", "calibrate"):
         printed = next(line for line in shown.output.splitlines() if line.startswith(f"  {stage} "))
         documented = next(line for line in page.splitlines() if line.startswith(f"| {stage} | "))

@@ -9,6 +9,7 @@ import pickle
 import re
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 import calibeam
@@ -620,6 +623,32 @@ def test_rows_by_their_place_from_one_file_and_from_shards(tmp_path: Path, monke
         table = folder.table(name, store.EXAMPLES)
         for start, stop in ((0, 3), (2, 9), (4, 8), (9, 20), (10, 12), (0, 10)):
             assert table.between(start, stop) == rows[start:stop], (name, start, stop)
+
+
+def test_fault_36_a_text_that_is_no_unicode_is_an_error_with_the_file(tmp_path: Path) -> None:
+    """By whoever made the table: pyarrow takes the bytes as they are, and trips over them when a row is wanted."""
+    broken = pa.StringArray.from_buffers(1, pa.py_buffer(struct.pack("<2i", 0, 1)), pa.py_buffer(b"\xf4"))
+    targets = pa.array([["t"]], pa.list_(pa.string()))
+    table = pa.Table.from_arrays([pa.array(["a"]), broken, targets], schema=store.EXAMPLES)
+    file = tmp_path / "train.parquet"
+    pq.write_table(table, file)
+    for read in (
+        lambda: [*store._rows(file, store.EXAMPLES)],
+        lambda: store.Table(tmp_path, "train", 0, store.EXAMPLES).between(0, 1),
+    ):
+        with pytest.raises(CalibeamError, match=r"train\.parquet cannot be read: 'utf-8' codec"):
+            read()
+
+
+@pytest.mark.parametrize("missing", ["id", "source", "targets", "one of targets"])
+def test_fault_17_a_table_with_gaps_is_an_error_with_the_file(missing: str, tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"id": "a", "source": "s", "targets": ["t"]}] * 3
+    changed = {"targets": ["t", None]} if missing.startswith("one") else {missing: None}
+    pq.write_table(pa.Table.from_pylist([*rows, {**rows[0], **changed}], schema=store.EXAMPLES), tmp_path / "train.parquet")
+    with pytest.raises(
+        CalibeamError, match=rf"train\.parquet cannot be read: a row has no {missing.split()[-1]}, or only a part"
+    ):
+        list(store._rows(tmp_path / "train.parquet", store.EXAMPLES))
 
 
 def test_shards_are_read_by_their_numbers(tmp_path: Path) -> None:

@@ -28,6 +28,11 @@ MOST_DOTS = 2000
 """In one line of it: the time that a dotted key takes grows with the square of its parts."""
 LENGTHS = {"max_source_length": ("max_source_length",), "max_target_length": ("max_target_length", "max_new_tokens")}
 """The lengths that a recipe may give once, at its top, and the settings of stages that they are for."""
+PLACES = frozenset({
+    "data", "model", "candidates", "scored", "reference", "tokenizer", "train", "validation", "test", "path", "files",
+    "validation_files", "bertscore_model",
+})  # fmt: skip
+"""Settings that say where something is read. They are not part of a stage's identity, but what is there is."""
 
 
 class Typed(str):

@@ -56,7 +56,7 @@ DEFAULT_NUM_BEAMS = 5
 LONGEST_HEADER = 1 << 24  # bytes: 100,000 tensors
 MANY_LAYERS = 1000
 LAYERS = ("num_layers", "num_decoder_layers", "encoder_layers", "decoder_layers", "num_hidden_layers")
-MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.spm")
+MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.spm", "*.tokenizer")
 VOCABULARIES = ("tokenizer.json", "*vocab*", "*.model", "*.spm", "*.tokenizer")
 OWN_FILES = (
     "config.json", "generation_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer_config.json",

@@ -198,7 +198,7 @@ def _rows_between(file: parquet.File, start: int, stop: int) -> Iterator[dict[st
         if begin < stop and start < begin + group.rows:
             place = begin
             for batch in _batches(file, number):
-                yield from batch[max(start - place, 0) : max(stop - place, 0)].to_pylist()
+                yield from _plain(file, batch[max(start - place, 0) : max(stop - place, 0)])
                 place += len(batch)
         begin += group.rows
 
@@ -210,7 +210,7 @@ def _rows(
     wanted = columns and [*columns, *(where or ())[:1]]
     for number in range(len(opened.groups)):
         for batch in _batches(opened, number, wanted):
-            yield from (batch.filter(pc.equal(batch[where[0]], where[1])) if where else batch).to_pylist()
+            yield from _plain(opened, batch.filter(pc.equal(batch[where[0]], where[1])) if where else batch)
 
 
 def _open(file: Path, schema: pa.Schema) -> parquet.File:
@@ -227,6 +227,18 @@ def _open(file: Path, schema: pa.Schema) -> parquet.File:
 def _batches(file: parquet.File, group: int, columns: Sequence[str] | None = None) -> Iterator[pa.RecordBatch]:
     with _named(file.path):
         yield from file.batches(group, columns)
+
+
+def _plain(file: parquet.File, batch: pa.RecordBatch) -> list[dict[str, Any]]:
+    """Whether texts are Unicode, and nothing is missing, shows only here."""
+    with _named(file.path):
+        if missing := [name for name, column in zip(batch.schema.names, batch.columns, strict=True) if _has_gap(column)]:
+            raise ValueError(f"a row has no {missing[0]}, or only a part of it")
+        return batch.to_pylist()
+
+
+def _has_gap(column: pa.Array) -> bool:
+    return column.null_count > 0 or (pa.types.is_list(column.type) and _has_gap(column.flatten()))
 
 
 def _count(file: Path) -> int:

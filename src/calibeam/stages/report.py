@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import calibeam
 from calibeam import display, explorer, figures, page, significance, stages, store
 from calibeam.paper import official
-from calibeam.recipe import StageConfig, option
+from calibeam.recipe import PLACES, StageConfig, option
 from calibeam.records import CalibeamError, Example
 from calibeam.stages.evaluate import ALWAYS, CANDIDATES, OUTPUTS, STATISTICS
 
@@ -40,12 +40,8 @@ TABLES = {
     "outputs": (OUTPUTS, OUTPUTS.names[2:]),
     "candidates": (CANDIDATES, ["log_p", "similarity", "rouge", "pieces", "token_log_p"]),
 }
-PLACES = frozenset({
-    "output", "data", "model", "candidates", "scored", "reference", "train", "validation", "test", "path", "bertscore_model",
-})  # fmt: skip
-"""Settings that say where things lie and nothing of what was done: they are not for those whom a report is shown to."""
 NAMED = ("model", "train", "validation", "test", "path")
-"""Those of them that are told by name, with a digest of the contents."""
+"""Of what was read, this is told by name, with a digest; where it lies on a disk is not for those whom a report is shown to."""
 GENERIC = frozenset({"model", *stages.STAGES})
 """Names of folders that say nothing of the model in them."""
 
@@ -323,7 +319,7 @@ def _told(manifest: dict[str, Any]) -> dict[str, Any]:
         for key in NAMED
         if settings.get(key)
     }
-    return {**kept, "settings": made_from | {key: value for key, value in settings.items() if key not in PLACES}}
+    return {**kept, "settings": made_from | {key: value for key, value in settings.items() if key not in {"output", *PLACES}}}
 
 
 def public_name(place: str) -> str:

@@ -17,18 +17,13 @@ from typing import Any
 
 from calibeam import pipeline, presets
 from calibeam.pipeline import Step
-from calibeam.recipe import LENGTHS, StageConfig, option
+from calibeam.recipe import LENGTHS, PLACES, StageConfig, option
 from calibeam.records import CalibeamError
 from calibeam.stages.evaluate import Config as Evaluate
 from calibeam.tasks import TASKS
 
 Tables = Mapping[str, Any]
 FINE_TUNED, CALIBRATED = "evaluate/finetuned", "evaluate/calibrated"
-PLACES = frozenset({
-    "data", "model", "candidates", "scored", "reference", "tokenizer", "train", "validation", "test", "path", "files",
-    "validation_files", "bertscore_model",
-})  # fmt: skip
-"""Settings that say where something is read. They are not part of a stage's identity, but what is there is."""
 LEARNING_RATES = (1e-6, 3e-6, 1e-5)
 """Those of the paper's final results, by its appendix."""
 FACTORS = ("similarity", "loss", "regularizer", "decoding", "checkpoint")
