@@ -146,7 +146,7 @@ def reported(folder: Path) -> None:
     model = store.Folder(folder / "model", "", {})  # of which the page says only what is there
     calibrated = make_output(folder, "calibrate", scored=store.read(folder / "score", "score"), model=model)
     with calibrated.writing():
-        pass
+        calibrated.counts["best_step"] = 1
     sides = dict.fromkeys(("before", "after"), str(folder / "evaluate"))
     report.run(report.Config(**sides, calibrated=str(calibrated.path), output=str(folder / "report")))
 
