@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from calibeam import seq2seq, store, training
+from calibeam.paper.similarity import SIMILARITIES
 from calibeam.records import CalibeamError
 from calibeam.stages import calibrate, decode, evaluate, finetune, prepare, score
 from conftest import sentence, tiny_model
@@ -275,6 +276,25 @@ def test_the_best_checkpoint_by_the_selection_metric_is_kept(
     kept, config = seq2seq.load(folder / "model", device="cpu"), finetune.Config(data="", model="", output="", **LENGTHS)
     measured = evaluate.Validation(kept, store.read(data, "prepare").examples("validation"), config).measure(select)
     assert measured[select] == pytest.approx(counts[f"best_{select}"], rel=1e-5)
+
+
+def test_a_calibration_may_choose_by_similarity_in_the_states_of_the_fine_tuned_model(scored: dict[str, str]) -> None:
+    """What is logged before the first step is what `score` says of the fine-tuned model's outputs, and the best step is kept."""
+    folder = calibrated(scored, "by-similarity", select="similarity", max_steps=4, eval_steps=1, learning_rate=1e-2)
+    seen = {step: figures["similarity"] for step, figures in log(folder, "validation").items()}
+    counts = manifest(folder)["counts"]
+    assert counts["best_similarity"] == max(seen.values()) == seen[counts["best_step"]]
+    assert len(set(seen.values())) > 2
+    tuned, data = seq2seq.load(Path(scored["model"]), device="cpu"), store.read(scored["data"], "prepare")
+    examples, config = data.examples("validation"), calibrate.Config(**scored, output="", **LENGTHS)
+    sources, _ = tuned.encode_sources([example.source for example in examples], config.max_source_length)
+    search = {"num_candidates": config.select_num_beams, "max_new_tokens": config.max_target_length}
+    rows = decode.decode_all(tuned, [example.id for example in examples], sources, search, seed=0, description="")
+    compared = score.similarities(
+        tuned, SIMILARITIES["decoder"], sources, [example.targets for example in examples], rows, lambda *_: None,
+        max_target_length=config.max_target_length, batch_size=3,
+    )  # fmt: skip
+    assert seen[0] == pytest.approx(sum(values[0] for values in compared) / len(compared), rel=1e-5)
 
 
 def test_patience_stops_early(data: Path, model_folder: Make) -> None:

@@ -37,7 +37,7 @@ OPTIMIZERS = {"adamw": "AdamW", "adafactor": "Adafactor"}
 SCHEDULES = ("constant_with_warmup", "linear", "cosine", "inverse_sqrt")
 FEW_STEPS = 10
 """With fewer, hardly anything is learnt, and a user should know."""
-SELECTIONS = {"perplexity": -1, "rouge": +1}
+SELECTIONS = {"perplexity": -1, "rouge": +1, "similarity": +1}
 """What a checkpoint is chosen by on the validation split, and which way is better."""
 
 

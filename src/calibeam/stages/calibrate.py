@@ -60,7 +60,10 @@ class Config(ExamplesConfig):
     similarity: str = option(
         "fine_tuned", "as scored, or by the decoder states of the model in training", choices=lambda: ("fine_tuned", "current")
     )
-    select: str = option("rouge", "what to choose the checkpoint by", choices=lambda: SELECTIONS)
+    select: str = option(
+        "rouge", "what to choose the checkpoint by; similarity: of outputs to targets, in the fine-tuned model's decoder states",
+        choices=lambda: SELECTIONS,
+    )  # fmt: skip
     max_drift: float = option(
         4.0,
         "stop when the perplexity of validation targets is above so many times what it was, or that of training targets by "
@@ -112,7 +115,8 @@ def run(config: Config, *, force: bool = False) -> Path:
     candidates = Candidates(scored, pairs)
     without = candidates.without_a_pair
     _check_pairs(config, candidates.most, all_tied=without == len(pairs))
-    validation = Validation(model, data.examples("validation"), config)
+    judge = start.path if config.select == "similarity" else None
+    validation = Validation(model, data.examples("validation"), config, judge)
 
     def batch(some: Sequence[int], seeds: Sequence[int]) -> Batch:
         sources, targets = ([ids[place] for place in some] for ids in (pairs.sources, pairs.targets))
@@ -120,7 +124,7 @@ def run(config: Config, *, force: bool = False) -> Path:
 
     def validate() -> dict[str, float]:
         with merged():
-            return validation.measure("rouge", "perplexity")
+            return validation.measure("rouge", "perplexity", config.select)
 
     def save(folder: Path) -> None:
         with merged():

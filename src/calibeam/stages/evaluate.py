@@ -25,6 +25,7 @@ from calibeam.paper import metrics, official
 from calibeam.paper.decoding import DECODERS
 from calibeam.paper.likelihood import perplexity
 from calibeam.paper.rouge import NEWLINE_MARK, ROUGE_KINDS, rouge
+from calibeam.paper.similarity import SIMILARITIES
 from calibeam.recipe import option, plain
 from calibeam.records import CalibeamError, Example, some_of
 from calibeam.stages.decode import check_lengths, check_output_length, check_search, decode_sources, load_for_inference
@@ -288,37 +289,65 @@ def show(title: str, figures: dict[str, Any]) -> None:
 
 
 class Validation:
-    """The validation split as a training loop uses it: perplexity, and R_m of beam search outputs."""
+    """The validation split as a training loop uses it: perplexity, R_m of beam search outputs, and how similar these are to the
+    targets by the decoder states of a judge, a model in a folder."""
 
-    def __init__(self, model: Seq2Seq, examples: Sequence[Example], config: ExamplesConfig) -> None:
+    def __init__(self, model: Seq2Seq, examples: Sequence[Example], config: ExamplesConfig, judge: Path | None = None) -> None:
         self._model, self._config = model, config
+        self._judge = load_for_inference(judge, config.device) if judge else model
         self._examples = some_of(examples, config.select_examples)
         self._sources, _ = model.encode_sources([example.source for example in self._examples], config.max_source_length)
 
     def measure(self, *wanted: str) -> dict[str, float]:
-        measures = {"perplexity": self._perplexity, "rouge": self._rouge}
+        found = self._search() if {"rouge", "similarity"} & {*wanted} else []
+        measures: dict[str, Callable[[], float]] = {
+            "perplexity": self._perplexity, "rouge": lambda: self._rouge(found), "similarity": lambda: self._similarity(found),
+        }  # fmt: skip
         return {name: measures[name]() for name in dict.fromkeys(("perplexity", *wanted))}
 
     def _perplexity(self) -> float:
         return mean_perplexity(self._model, self._examples, self._config.max_source_length, self._config.max_target_length)
 
-    def _rouge(self) -> float:
-        """100 R_m"""
+    def _search(self) -> list[tuple[str, list[int]]]:
+        """The best output for every source: its text, and its token ids."""
         from calibeam.stages.decode import decode_all
         from calibeam.training import autocast
 
         settings = {"num_candidates": self._config.select_num_beams, "max_new_tokens": self._config.max_target_length}
 
-        def outputs(some: Sequence[int]) -> list[str]:
+        def outputs(some: Sequence[int]) -> list[tuple[str, list[int]]]:
             ids, sources = [self._examples[i].id for i in some], [self._sources[i] for i in some]
             with autocast(self._model.device):
                 rows = decode_all(self._model, ids, sources, settings, seed=0, description="  validate")
-            return [row["texts"][0] for row in rows]
+            return [(row["texts"][0], row["token_ids"][0]) for row in rows]
 
         by_length = sorted(range(len(self._sources)), key=lambda index: len(self._sources[index]))
         found = dict(zip(by_length, distributed.spread(outputs, by_length), strict=True))
-        targets = [example.targets for example in self._examples]
-        scores = rouge([found[i] for i in range(len(found))], targets, newline=NEWLINE_MARK)
+        return [found[i] for i in range(len(found))]
+
+    def _similarity(self, found: Sequence[tuple[str, list[int]]]) -> float:
+        def of(some: Sequence[int]) -> list[list[float]]:
+            examples, outputs = [self._examples[i] for i in some], [found[i] for i in some]
+            return similarities(
+                self._judge,
+                SIMILARITIES["decoder"],
+                [self._sources[i] for i in some],
+                [example.targets for example in examples],
+                [
+                    {"id": example.id, "texts": [text], "token_ids": [token_ids], "log_p": [0.0]}
+                    for example, (text, token_ids) in zip(examples, outputs, strict=True)
+                ],
+                lambda *_: None,
+                max_target_length=self._config.max_target_length,
+                batch_size=32,
+            )
+
+        every = distributed.spread(of, range(len(found)))
+        return math.fsum(value for (value,) in every) / len(every)
+
+    def _rouge(self, found: Sequence[tuple[str, list[int]]]) -> float:
+        """100 R_m"""
+        scores = rouge([text for text, _ in found], [example.targets for example in self._examples], newline=NEWLINE_MARK)
         return 100 * metrics.geometric_mean(*(float(scores[kind][:, 2].mean()) for kind in ROUGE_KINDS))
 
 

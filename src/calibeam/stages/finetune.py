@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from calibeam import store
 from calibeam.recipe import option
-from calibeam.training import SELECTIONS, ExamplesConfig, Pairs, Problem, Shuffled, batch_of_pairs, encoded, forced, train
+from calibeam.training import ExamplesConfig, Pairs, Problem, Shuffled, batch_of_pairs, encoded, forced, train
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class Config(ExamplesConfig):
     batch_size: int = option(512, "examples per step", at_least=1)
     num_train_epochs: float = option(3.0, "passes over the training data", above=0)
-    select: str = option("perplexity", "what to choose the checkpoint by", choices=lambda: SELECTIONS)
+    select: str = option("perplexity", "what to choose the checkpoint by", choices=lambda: ("perplexity", "rouge"))
 
 
 def run(config: Config, *, force: bool = False) -> Path:

@@ -407,8 +407,8 @@ class Oddities:
         what = "a tokenizer that knows them does not treat them as text, and a target ends at an end token"
         _note("rows_with_special_tokens", self._special, f"rows hold special tokens such as </s> as text: {what}", output)
         what = (
-            "rows have references mostly in letters that ROUGE does not know (it knows a to z and 0 to 9): calibrate chooses its "
-            "checkpoint by ROUGE, which says nothing of them. Evaluate by another metric, too (docs/metrics.md)"
+            "rows have references mostly in letters that ROUGE does not know (it knows a to z and 0 to 9): ROUGE says nothing "
+            "of them. Choose the checkpoint by calibrate.select=similarity, and evaluate by another metric (docs/metrics.md)"
         )
         _note("rows_unknown_to_rouge", self._unknown, what, output)
 
