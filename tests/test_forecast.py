@@ -94,7 +94,7 @@ def test_a_billion_sources_on_1024_gpus_by_hand() -> None:
     assert "a step is 32 micro-batches, so no more than 32 GPUs have work" in many["calibrate"].limit
     assert many["calibrate"].host_memory == pytest.approx(10**9 * (80 + 15 * 12 + 4.1 * (512 + 16 * 64)))
     assert "one process holds" in many["calibrate"].limit
-    assert many["prepare"].seconds == pytest.approx((10**9 + 2000) * 4 * (512 + 64) / 15.9e6 + prepared / 1e9)  # by one process
+    assert many["prepare"].seconds == pytest.approx((10**9 + 2000) * 4 * (512 + 64) / 16.1e6 + prepared / 1e9)  # by one process
 
 
 def test_gpus_that_have_work() -> None:
