@@ -89,7 +89,7 @@ def test_help_and_mistakes_are_answered_without_torch(tmp_path: Path) -> None:
     lines += [
         ["tasks"],
         ["--version"],
-        ["prepare", "outptu=x"],
+        ["decode", "outptu=x"],
         ["run", str(tmp_path / "absent.toml")],
         ["prepare", f"output={tmp_path}"],
     ]
@@ -159,6 +159,13 @@ def test_an_output_without_a_name_is_refused(tmp_path: Path) -> None:
     for place in (".", "/"):
         told = refused("calibrate-model", *given, place, cwd=tmp_path)
         assert told == f"error: --output must name a folder to make, got '{place}'\n"
+
+
+def test_a_run_to_reuse_must_be_there(tmp_path: Path) -> None:
+    given = ("--model", "m", "--train", "t.jsonl", "--validation", "v.jsonl", "--output", "new", "--reuse", "odl-work")
+    told = refused("calibrate-model", *given, cwd=tmp_path)
+    assert told == "error: --reuse odl-work is not the -work folder of another run: it has no score folder\n"
+    assert not any(tmp_path.iterdir())
 
 
 def test_an_unknown_key_is_refused_with_the_nearest() -> None:

@@ -14,6 +14,7 @@ import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from transformers import T5Config, T5ForConditionalGeneration
 
 import calibeam
 import forked
-from calibeam import distributed, recipe, seq2seq, signals, stages, store
+from calibeam import checkpoint, distributed, recipe, seq2seq, signals, stages, store
 from calibeam.stages import create, decode, prepare, score
 from calibeam.stages import tokenizer as tokenizer_stage
 from conftest import model_of_words, once, sentence
@@ -347,9 +348,19 @@ def go_on(pair: Path, name: str) -> Path:
 def test_one_process_goes_on_with_what_two_shared_and_a_damaged_share_is_noticed(
     work: Path, pair: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """And has gone before there is another, which would remove the good one in its place."""
     output = go_on(pair, "signalled-alone")
     os.truncate(pair / ".signalled-alone.partial/share-000000002-1-of-2.safetensors", 2000)
-    assert_the_same(alone(work_of("finetune", work, output, save_steps=1)), work / "whole/finetune", work / "model")
+    there: list[list[int]] = []
+
+    def save(folder: Path, *others: Any) -> None:
+        there.append(checkpoints(folder))
+        checkpoint_save(folder, *others)
+
+    checkpoint_save = checkpoint.save
+    with patch.object(checkpoint, "save", save):
+        assert_the_same(alone(work_of("finetune", work, output, save_steps=1)), work / "whole/finetune", work / "model")
+    assert there[0] == [1]
     assert "resuming after step 1" in capsys.readouterr().out
 
 

@@ -284,6 +284,8 @@ def calibrate_model(
     if not output.name:
         raise CalibeamError(f"--output must name a folder to make, got '{output}'")
     place = work or output.with_name(f"{output.name}-work")
+    if reuse and not (reuse / "score").is_dir():
+        raise CalibeamError(f"--reuse {reuse} is not the -work folder of another run: it has no score folder")
     shared = {name: {"output": str(reuse / name)} if reuse else {} for name in ("prepare", "decode", "score")}
     tables: dict[str, Any] = {
         "output": str(place),

@@ -11,6 +11,7 @@ and headers are structs in Thrift's compact form.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from io import BytesIO
 from pathlib import Path
@@ -77,7 +78,7 @@ class File:
             self.groups = groups(stream)
         self._readers: dict[tuple[str, ...], pq.ParquetFile] = {(): pq.ParquetFile(path.open("rb"))}  # a name may be no Unicode
         self.schema = pa.schema(map(_without_views, self._readers[()].schema_arrow))
-        if twice := [name for name in self.schema.names if self.schema.names.count(name) > 1]:
+        if twice := [name for name, times in Counter(self.schema.names).items() if times > 1]:
             raise ValueError(f"it has two columns called {twice[0]!r}")
         self._leaves = [self._readers[()].schema.column(place) for place in range(len(self._readers[()].schema))]
 

@@ -261,7 +261,7 @@ def _plain_rows(place: str, part: str, task: Task | None) -> Iterator[tuple[int,
             for plain in task.plain(row, part) if task else (row,):
                 yield number, plain
     except CalibeamError as error:
-        if not place.startswith("hf://"):
+        if not place.startswith(rows.HOSTED):
             raise
         raise CalibeamError(f"{error}\nprepare.path=FOLDER reads the published files from a disk instead") from error
 

@@ -23,6 +23,7 @@ from calibeam import display, explorer, figures, page, significance, stages, sto
 from calibeam.paper import official
 from calibeam.recipe import PLACES, StageConfig, option
 from calibeam.records import CalibeamError, Example
+from calibeam.rows import HOSTED, HUB
 from calibeam.stages.evaluate import ALWAYS, CANDIDATES, OUTPUTS, STATISTICS
 
 if TYPE_CHECKING:
@@ -315,16 +316,22 @@ def _told(manifest: dict[str, Any]) -> dict[str, Any]:
     kept = {key: manifest.get(key) for key in ("seconds", "started", "counts", "notes", "versions")}
     settings, digests = manifest["settings"], manifest["origin"]["inputs"]
     made_from = {
-        key: public_name(settings[key]) + (f", SHA-256 {digests[key][:16]}…" if key in digests else "")
+        key: (public_name if key == "model" else _place_name)(place)
+        + (f", SHA-256 {digests[key][:16]}…" if key in digests else "")
         for key in NAMED
-        if settings.get(key)
+        if (place := settings.get(key))
     }
     return {**kept, "settings": made_from | {key: value for key, value in settings.items() if key not in {"output", *PLACES}}}
 
 
-def public_name(place: str) -> str:
-    """What is on a hub is called as it is there; of a file or folder only its name is told, not where it lies on a disk."""
-    return place if is_hub_id(place) or place.startswith(("hub:", "hf://")) else name_of(Path(place))
+def _place_name(place: str) -> str:
+    """Of rows: on the Hub as they are called there, and of files the name alone."""
+    return place if place.startswith((HUB, HOSTED)) else Path(place).name
+
+
+def public_name(model: str) -> str:
+    """A Hub id as it is; of a folder only a name, for neither card nor page must tell where things lie on a disk."""
+    return model if is_hub_id(model) else name_of(Path(model))
 
 
 def name_of(path: Path) -> str:
