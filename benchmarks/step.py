@@ -28,10 +28,11 @@ from calibeam.paper.calibration import CALIBRATION_LOSSES
 from calibeam.paper.likelihood import sequence_log_p, token_log_p
 from calibeam.paper.regularization import kl
 from calibeam.paper.similarity import SIMILARITIES, span_similarity
+from calibeam.reference import Remembered, Running
 from calibeam.seq2seq import Seq2Seq
 from calibeam.stages.calibrate import CalibrationStep, Config
 from calibeam.stages.score import outputs
-from calibeam.training import add_gradients, clear_gradients
+from calibeam.training import Compact, add_gradients, clear_gradients
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,20 @@ class Work:
         rows = [row for each, target in zip(self.candidates, self.targets, strict=True) for row in (*each[:count], target)]
         return tuple(each.to(self.case.device).view(len(self.sources), count + 1, -1) for each in seq2seq.pad_rows(rows, 0))
 
-    def ours(self, loss: str, pair: bool) -> Callable[[], Tensor]:
+    def remember(self, times: int = 1) -> Remembered:
+        """What `calibrate` does once before the first step, for the sources and as many copies of them."""
+        rows = Compact(), Compact()
+        for compact, own in zip(rows, (self.sources, self.targets), strict=True):
+            for row in own * times:
+                compact.append(row)
+        return Remembered(Seq2Seq(self.reference, None), *rows, Config(data="", model="", scored="", output="unused"))
+
+    def ours(self, loss: str, pair: bool, *, remembered: bool = True) -> Callable[[], Tensor]:
         """As `calibrate` does it: on a GPU, recorded and replayed."""
         settings = {"loss": loss, "beta": 0.01, "reg_weight": 1.0, "pairs": "sampled" if pair else "all"}
         config = Config(data="", model="", scored="", output="unused", **settings)
-        step = CalibrationStep(Seq2Seq(self.model, None), Seq2Seq(self.reference, None), config)
+        frozen = self.remember() if remembered else Running(Seq2Seq(self.reference, None))
+        step = CalibrationStep(Seq2Seq(self.model, None), frozen, config)
         rows = [
             {"token_ids": ids, "similarity": s, "log_p": [0.0] * len(ids)}
             for ids, s in zip(self.candidates, self.similarity.tolist(), strict=True)
@@ -103,7 +113,8 @@ class Work:
             return total.detach()[None]
 
         recorded = Recorded(work, self.model.device)
-        return lambda: recorded(step.batch(self.sources, self.targets, rows, range(len(rows))))
+        every = range(len(rows))
+        return lambda: recorded(step.batch(self.sources, self.targets, rows, every, every))
 
     def brio(self, loss: str) -> Tensor:
         """The encoder once per source; its output, and everything after it, once per sequence."""
@@ -175,13 +186,22 @@ def run(rows: Rows, case: Case, repeat: int) -> None:
             candidates=candidates(case, shared, rng),
             similarity=torch.rand(case.sources, CANDIDATES, generator=torch.Generator().manual_seed(0)),
         )  # fmt: skip
+        if not shared and rows.wants(once := f"remember the reference, {case.size} {case.sources}x{case.source_length}"):
+            times = 64 // case.sources
+            work.remember(times)
+            seconds, memory, _ = timed(partial(work.remember, times), repeat)
+            rows.add(once, "calibeam", 1, seconds / times, memory, examples_per_second=round(case.sources * times / seconds, 2))
         kind = "prefixes shared" if shared else "nothing shared"
         name = f"{case.size} {case.sources}x{case.source_length}, {kind}"
         compare(
             rows,
             f"list_rank + KL, {name}",
             work,
-            {"BRIO's way": partial(work.brio, "list_rank"), "calibeam": work.ours("list_rank", False)},
+            {
+                "BRIO's way": partial(work.brio, "list_rank"),
+                "calibeam, reference run": work.ours("list_rank", False, remembered=False),
+                "calibeam": work.ours("list_rank", False),
+            },
             repeat,
         )
         if not shared:
@@ -192,7 +212,11 @@ def run(rows: Rows, case: Case, repeat: int) -> None:
                 rows,
                 f"rank + KL, a pair, {name}",
                 two,
-                {"TRL's way": partial(two.trl, "rank"), "calibeam": two.ours("rank", True)},
+                {
+                    "TRL's way": partial(two.trl, "rank"),
+                    "calibeam, reference run": two.ours("rank", True, remembered=False),
+                    "calibeam": two.ours("rank", True),
+                },
                 repeat,
             )
         compare(rows, f"score, {name}", work, {"pair by pair": work.score_by_pairs, "calibeam": work.score}, repeat, at_once=1)

@@ -77,7 +77,7 @@ def loss_of(model, reference, rank):
     every = torch.ones_like(ids, dtype=torch.bool), torch.ones_like(tokens, dtype=torch.bool)
     tree = packing.plant(model, tokens, every[1])
     with torch.no_grad():
-        theirs = packing.Forced(packing.Source(reference, ids, every[0]), tree)
+        theirs = packing.Forced(packing.Source(reference, ids, every[0]), tree).at_target()
     ours = packing.Forced(packing.Source(model, ids, every[0]), tree)
     return ours.log_p().square().sum() + ours.regularization(packing.regularization.kl, theirs).sum()
 

@@ -21,6 +21,7 @@ import numpy as np
 from calibeam import display, pipeline, recipe, shards, stages
 from calibeam.pipeline import Step
 from calibeam.records import CalibeamError
+from calibeam.reference import MEMORY_SHARE
 from calibeam.studies import cost
 from calibeam.studies.cost import Data, Size
 from calibeam.studies.plan import places
@@ -50,6 +51,8 @@ FROZEN = 4
 """Bytes per parameter that is not trained: of the copy that `calibrate` has, or of the model that an adapter is for."""
 ACTIVATIONS = {"pretrain": 53, "finetune": 53, "calibrate": 14, "score": 6}
 """Bytes per token, layer and dimension; what was measured on PEGASUS LARGE, less weights and the optimizer's."""
+MEMORY = 128 * GIB
+"""Of a host, where that matters."""
 CHECKPOINTED = 6
 """The same with `gradient_checkpointing`, of layers that are not at work: states in float32, and what was last added to them."""
 WHOLE = 6
@@ -158,7 +161,7 @@ def forecast(
         saved = _saves(step, data) * checkpoint / (used if getattr(step.config, "shard_model", False) else 1)
         alone = (storage + read + saved) / HASH + (machine.begins if size else _characters(data) / PREPARE)
         written[step.config.output] = storage
-        gpu_memory, host_memory = _gpu_memory(step, size, data, gpu, used), _host_memory(step, data)
+        gpu_memory, host_memory = _gpu_memory(step, size, data, gpu, used), _host_memory(step, size, data)
         limits = [
             _idle(step, most) if flops and gpus > most else "",
             "one process takes longer than the GPUs" if 60 < alone > working else "",
@@ -302,7 +305,7 @@ def _gpu_memory(step: Step, size: Size | None, data: Data, gpu: str, processes: 
     if step.stage in TRAINING:
         sequences = _candidates(step) + 1 if step.stage == "calibrate" else 1
         tokens = config.micro_batch_size * (source + sequences * target)
-        has_copy = step.stage == "calibrate" and not config.lora_rank and not cost.needs_no_reference(config)
+        has_copy = _has_reference(step) and not config.lora_rank and not _remembered(step, size, data)
         reference = FROZEN if has_copy else 0
         each, kept = TRAINED[config.optimizer] + reference, float(ACTIVATIONS[step.stage])
         if config.gradient_checkpointing:
@@ -327,7 +330,7 @@ def _gpu_memory(step: Step, size: Size | None, data: Data, gpu: str, processes: 
     return number * size.all_parameters + slots * (kept + 8 * candidates * size.vocabulary)
 
 
-def _host_memory(step: Step, data: Data) -> float:
+def _host_memory(step: Step, size: Size | None, data: Data) -> float:
     if step.stage == "prepare":
         return HOST_BYTES_PER_ROW * float(sum(data.examples.values()))
     source, target = cost.lengths_of(step, data)
@@ -336,7 +339,18 @@ def _host_memory(step: Step, data: Data) -> float:
     candidates = _candidates(step) if step.stage == "calibrate" else 0
     tokens = source + (1 + candidates) * target
     each = HOST_BYTES_PER_EXAMPLE + HOST_BYTES_PER_CANDIDATE * candidates + HOST_BYTES_PER_TOKEN * tokens
-    return cost.epoch(step, data) * each
+    return cost.epoch(step, data) * each + (_remembered(step, size, data) if _has_reference(step) else 0.0)
+
+
+def _has_reference(step: Step) -> bool:
+    return step.stage == "calibrate" and not cost.needs_no_reference(step.config)
+
+
+def _remembered(step: Step, size: Size | None, data: Data) -> float:
+    """Bytes of the frozen reference's states at all targets, if it is held in that form (`reference.pays`)."""
+    _, target = cost.lengths_of(step, data)
+    needed = cost.epoch(step, data) * target * size.attention_size * 2.0 if size else 0.0
+    return needed if cost.seen(step, data) >= cost.epoch(step, data) and needed <= MEMORY / MEMORY_SHARE else 0.0
 
 
 def show(found: Sequence[Forecast], gpu: str, gpus: int) -> None:

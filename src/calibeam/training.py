@@ -123,7 +123,7 @@ class Item(NamedTuple):
     """What `Problem.batch` takes."""
 
 
-class Compact:
+class Compact(Sequence[Any]):
     """Rows of numbers, one after another in one array: a token takes 4 bytes, where Python's own lists take 36."""
 
     def __init__(self, kind: str = "i") -> None:
@@ -137,7 +137,7 @@ class Compact:
     def __len__(self) -> int:
         return len(self._ends) - 1
 
-    def __getitem__(self, place: int) -> np.ndarray:
+    def __getitem__(self, place: Any) -> Any:
         return self._view[self._ends[place] : self._ends[place + 1]]
 
     def places(self, place: int) -> range:
@@ -145,8 +145,12 @@ class Compact:
         return range(self._ends[place], self._ends[place + 1])
 
     @property
+    def total(self) -> int:
+        return len(self._numbers)
+
+    @property
     def mean_length(self) -> float:
-        return len(self._numbers) / len(self)
+        return self.total / len(self)
 
     @cached_property
     def _view(self) -> np.ndarray:

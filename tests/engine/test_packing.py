@@ -153,7 +153,7 @@ def test_kernels_on_cuda_give_the_losses_and_gradients_of_the_cpu(family: str, s
         def loss() -> Tensor:
             source, tree = Source(model, ids, mask), plant(model, target, target_kept)
             with torch.no_grad():
-                theirs = Forced(Source(reference, ids, mask), tree)
+                theirs = Forced(Source(reference, ids, mask), tree).at_target()
             log_p = Forced(source, plant(model, tokens, kept)).log_p()
             return log_p.square().mean() + Forced(source, tree).regularization(REGULARIZERS["kl"], theirs).sum()
 
@@ -180,7 +180,7 @@ def test_regularizers_and_every_gradient(
 
     def ours() -> Tensor:
         with torch.no_grad():
-            theirs = force(reference, ids, mask, tokens, kept)
+            theirs = force(reference, ids, mask, tokens, kept).at_target()
         forced = force(model, ids, mask, tokens, kept)
         return forced.regularization(REGULARIZERS[name], theirs).sum()
 
@@ -208,7 +208,7 @@ def test_a_target_beside_its_candidates(family: str, shared: bool, monkeypatch: 
 
     def ours() -> Tensor:
         with torch.no_grad():
-            theirs = force(reference, ids, mask, target, target_kept)
+            theirs = force(reference, ids, mask, target, target_kept).at_target()
         planned = packing.plan(tokens, kept, model.config.hidden_size, torch.device("cpu"), first=1)
         assert (planned.nodes is not None) == shared
         every = Forced(Source(model, ids, mask), plant(model, tokens, kept, planned))

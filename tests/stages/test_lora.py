@@ -26,6 +26,7 @@ from calibeam.paper.calibration import CALIBRATION_LOSSES
 from calibeam.paper.likelihood import sequence_log_p, token_log_p
 from calibeam.paper.regularization import REGULARIZERS
 from calibeam.records import CalibeamError
+from calibeam.reference import Running
 from calibeam.seq2seq import Seq2Seq
 from calibeam.stages import calibrate, decode, evaluate, export, finetune, prepare, score
 from conftest import sentence, tiny_model
@@ -161,8 +162,8 @@ def test_the_reference_is_the_model_without_the_adapter(family: str, regularizer
     not know take Hugging Face's forward pass."""
     model, copied = (Seq2Seq(tiny_model(family, 0, len(tokenizer)), tokenizer) for _ in range(2))
     config, adapter = a_config(regularizer=regularizer, reg_weight=1.0, pairs="all"), an_adapter(model.model)
-    step = calibrate.CalibrationStep(model, model, config, adapter.off)
-    beside_a_copy = calibrate.CalibrationStep(model, copied, config)
+    step = calibrate.CalibrationStep(model, Running(model, adapter.off), config)
+    beside_a_copy = calibrate.CalibrationStep(model, Running(copied), config)
     sources, targets, rows = a_batch(model)
     batch = step.batch(sources, targets, rows, range(len(rows)))
     assert step.loss(batch)["regularization"].item() == pytest.approx(0.0, abs=1e-5)
@@ -185,7 +186,7 @@ def test_gradients_are_those_of_peft_in_hugging_faces_forward_pass(family: str, 
     model.model.double()
     fill(model.model)
     step = calibrate.CalibrationStep(
-        model, model, a_config(loss="list_rank", beta=1.0, regularizer="kl", reg_weight=1.0), adapter.off
+        model, Running(model, adapter.off), a_config(loss="list_rank", beta=1.0, regularizer="kl", reg_weight=1.0)
     )
     batch, trained = a_batch(model), {n: p for n, p in model.model.named_parameters() if p.requires_grad}
     assert trained

@@ -25,6 +25,7 @@ from calibeam.paper.calibration import CALIBRATION_LOSSES
 from calibeam.paper.regularization import REGULARIZERS
 from calibeam.paper.similarity import span_similarity
 from calibeam.records import CalibeamError, Outputs
+from calibeam.reference import Running
 from calibeam.seq2seq import Seq2Seq
 from calibeam.stages import calibrate, create, decode, evaluate, finetune, prepare, report, score
 from conftest import sentence, tiny_encoder, tiny_model
@@ -355,7 +356,7 @@ def a_batch(model: Seq2Seq, count: int = 5) -> tuple[Any, ...]:
 @pytest.mark.parametrize("family", ["t5", "t5-untied", "bart", "pegasus"])
 def test_fault_31_the_divergence_from_the_reference_is_0_before_the_first_step(family: str, count: int, tokenizer: Any) -> None:
     model, reference = (Seq2Seq(tiny_model(family, 0, len(tokenizer)), tokenizer) for _ in range(2))
-    step = calibrate.CalibrationStep(model, reference, a_config(regularizer="kl"))
+    step = calibrate.CalibrationStep(model, Running(reference), a_config(regularizer="kl"))
     assert step.loss(step.batch(*a_batch(model, count)))["regularization"].item() == pytest.approx(0.0, abs=1e-5)
     with torch.no_grad():
         model.model.get_decoder().embed_tokens.weight.mul_(1.1)
@@ -366,7 +367,7 @@ def test_fault_31_the_divergence_from_the_reference_is_0_before_the_first_step(f
 def test_fault_31_the_cross_entropy_regularizer_is_the_finetuning_loss(family: str, tokenizer: Any) -> None:
     model = Seq2Seq(tiny_model(family, 0, len(tokenizer)), tokenizer)
     sources, targets, rows, seeds = a_batch(model)
-    step = calibrate.CalibrationStep(model, copy.deepcopy(model), a_config(regularizer="cross_entropy", reg_weight=3.0))
+    step = calibrate.CalibrationStep(model, None, a_config(regularizer="cross_entropy", reg_weight=3.0))
     figures = {name: value.item() for name, value in step.loss(step.batch(sources, targets, rows, seeds)).items()}
     by_hand = 0.0
     for source, target in zip(sources, targets, strict=True):
@@ -379,9 +380,9 @@ def test_fault_31_the_cross_entropy_regularizer_is_the_finetuning_loss(family: s
 def test_the_weight_of_the_regularizer_follows_the_learning_rate(tokenizer: Any) -> None:
     model = Seq2Seq(tiny_model("t5", 0, len(tokenizer)), tokenizer)
     for rate in (1e-5, 1e-4, 3e-6):
-        step = calibrate.CalibrationStep(model, copy.deepcopy(model), a_config(learning_rate=rate))
+        step = calibrate.CalibrationStep(model, Running(copy.deepcopy(model)), a_config(learning_rate=rate))
         assert rate * step.reg_weight == pytest.approx(1e-5)
-    assert calibrate.CalibrationStep(model, copy.deepcopy(model), a_config(reg_weight=0.0)).reg_weight == 0.0
+    assert calibrate.CalibrationStep(model, Running(copy.deepcopy(model)), a_config(reg_weight=0.0)).reg_weight == 0.0
 
 
 @pytest.mark.parametrize(

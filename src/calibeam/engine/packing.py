@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -347,6 +347,19 @@ class ByDistance(torch.autograd.Function):
         return at_distance.masked_fill(query >= len(every), 0.0).sum(-1), None
 
 
+@dataclass(frozen=True)
+class AtTarget:
+    """What a model makes of targets: the logits that each token of them is compared with, before the last product."""
+
+    states: Tensor
+    """[batch, length, size]: what the head's weights are multiplied with; of a family that is not known here, the logits."""
+    head: Head | None
+
+    def logits(self, of: slice) -> Tensor:
+        """Of some of the targets, without a gradient."""
+        return self.states[of] if self.head is None else self.head.logits(self.states[of])
+
+
 class Forced:
     """What a decoder made of sequences that it was given, of sources that are encoded."""
 
@@ -394,22 +407,26 @@ class Forced:
         every = log_sum.new_zeros(tree.tokens.numel()).index_copy(0, tree.asked, log_sum).view_as(tree.tokens)
         return gain - every.gather(1, tree.place[:, asked].flatten(1)).view_as(gain)
 
-    def regularization(self, function: Callable[..., Tensor], reference: Forced | None) -> Tensor:
+    def at_target(self) -> AtTarget:
+        """Of the first sequence of every source. What the model is may change after this."""
+        states = self._first_states(self._tree.mask.shape[-1])
+        return AtTarget(states if self._head is None else self._head.scaled(states), self._head)
+
+    def regularization(self, function: Callable[..., Tensor], reference: AtTarget | None) -> Tensor:
         """A function of Eq. 2 on the first sequence of every source, some sources at a time. [batch]
 
         reference: of that sequence, in as many places as it takes.
         """
-        length = (reference or self)._tree.mask.shape[-1]
+        length = self._tree.mask.shape[-1] if reference is None else reference.states.shape[1]
         token_ids, mask = (each[:, 0, :length] for each in (self._tree.token_ids, self._tree.mask))
         states = self._first_states(length)
-        their_states = None if reference is None else reference._first_states(length)
-        if function is regularization.kl and self._head and reference and reference._head and their_states is not None:
-            divergence = self._head.divergence(states.flatten(0, 1), reference._head, their_states.flatten(0, 1))
+        if function is regularization.kl and self._head and reference and reference.head:
+            divergence = self._head.divergence(states.flatten(0, 1), reference.head, reference.states.flatten(0, 1))
             return divergence.view_as(mask).masked_fill(~mask, 0.0).sum(-1)
 
         def some(part: Tensor, of: slice) -> Tensor:
-            theirs = None if reference is None or their_states is None else reference._first_logits(their_states[of])
-            return function(self._first_logits(part), theirs, token_ids[of], mask[of])
+            logits = part if self._source.anatomy is None else self._source.anatomy.logits(part)
+            return function(logits, None if reference is None else reference.logits(of), token_ids[of], mask[of])
 
         at_once = max(1, CHUNK // length)
         slices = [slice(first, first + at_once) for first in range(0, len(states), at_once)]
@@ -417,10 +434,6 @@ class Forced:
 
     def _first_states(self, length: int) -> Tensor:
         return (self._logits if self._head is None else self.states())[:, 0, :length]
-
-    def _first_logits(self, states: Tensor) -> Tensor:
-        anatomy = self._source.anatomy
-        return states if anatomy is None else anatomy.logits(states)
 
     @cached_property
     def _logits(self) -> Tensor:
@@ -464,15 +477,27 @@ class Head:
         mean = (states * likelihood.wide(weight).mean(0)).sum(-1)
         return (1 - smoothing) * logits + smoothing * (mean if bias is None else mean + bias.mean())
 
-    def divergence(self, states: Tensor, reference: Head, reference_states: Tensor) -> Tensor:
-        """KL(current || reference) of the distributions that states [rows, size] give. [rows]"""
-        anatomy, scaled = self._anatomy, reference._anatomy.scaled(reference_states)
-        return Divergence.apply(  # type: ignore[no-untyped-call]
-            anatomy.scaled(states), scaled, self, reference, anatomy.head_weight, anatomy.head_bias
-        )
+    def divergence(self, states: Tensor, reference: Head, scaled: Tensor) -> Tensor:
+        """KL(current || reference) of the distributions that states [rows, size] give; the reference's are scaled. [rows]"""
+        weight, bias = self._anatomy.head_weight, self._anatomy.head_bias
+        return Divergence.apply(self.scaled(states), scaled, self, reference, weight, bias)  # type: ignore[no-untyped-call]
+
+    def scaled(self, states: Tensor) -> Tensor:
+        """What the weights are multiplied with."""
+        return self._anatomy.scaled(states)
+
+    def frozen(self, dtype: torch.dtype) -> Head:
+        """As it is now, whatever the model becomes."""
+
+        def kept(weight: Tensor) -> Tensor:
+            return weight.detach().to(dtype, copy=weight.requires_grad)
+
+        anatomy, bias = self._anatomy, self._anatomy.head_bias
+        weight, bias = kept(anatomy.head_weight), None if bias is None else kept(bias)
+        return Head(replace(anatomy, blocks=[], head_weight=weight, head_bias=bias))
 
     def padded_logits(self, states: Tensor) -> Tensor:
-        """Of scaled states [rows, size], with columns beyond the vocabulary."""
+        """Of scaled states [..., size], with columns beyond the vocabulary."""
         if self._aligned is None:
             dtype, bias = ops.dtype_of_products(states), self._anatomy.head_bias
             bias = None if bias is None else bias.detach().to(dtype)
@@ -482,7 +507,7 @@ class Head:
 
     def logits(self, states: Tensor) -> Tensor:
         """The same, without these."""
-        return self.padded_logits(states)[:, : len(self._anatomy.head_weight)]
+        return self.padded_logits(states)[..., : len(self._anatomy.head_weight)]
 
     def gradients(
         self, states: Tensor, of_logits: Callable[[slice], Tensor], with_weight: bool, with_bias: bool
@@ -515,8 +540,12 @@ class Head:
 class LogSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, states: Tensor, head: Head, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.head = head
-        log_sum = torch.cat([ops.log_sum_exp(head.logits(part)) for part in states.split(CHUNK)])
+        found = []
+        for part in states.split(CHUNK):
+            logits = head.padded_logits(part)
+            found.append(ops.log_sum_exp(logits[:, : len(weight)]))
+        log_sum = torch.cat(found)
+        ctx.head, ctx.last = head, logits  # the last chunk's are kept, and need not be computed again
         ctx.save_for_backward(states, log_sum)
         return log_sum
 
@@ -525,7 +554,10 @@ class LogSum(torch.autograd.Function):
         (gradient,), (states, log_sum) = gradients, ctx.saved_tensors
 
         def of_logits(of: slice) -> Tensor:
-            return ops.weigh(ctx.head.padded_logits(states[of]), log_sum[of], gradient[of])
+            logits = None
+            if of.stop >= len(states):
+                logits, ctx.last = ctx.last, None
+            return ops.weigh(ctx.head.padded_logits(states[of]) if logits is None else logits, log_sum[of], gradient[of])
 
         of_states, of_weight, of_bias = ctx.head.gradients(states, of_logits, *ctx.needs_input_grad[2:])
         return of_states, None, of_weight, of_bias

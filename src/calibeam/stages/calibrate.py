@@ -10,19 +10,20 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibeam import display, functions, lora, store
+from calibeam import display, functions, lora, reference, store
 from calibeam.paper.calibration import CALIBRATION_LOSSES, PAIR_LOSSES, ordered_pairs, sample_pair
 from calibeam.paper.decoding import length_normalised
 from calibeam.paper.regularization import REGULARIZERS, WITHOUT_REFERENCE
 from calibeam.paper.similarity import span_similarity
 from calibeam.recipe import option
 from calibeam.records import CalibeamError
+from calibeam.reference import Reference, Switch
 from calibeam.training import (
     SELECTIONS,
     Compact,
@@ -32,8 +33,6 @@ from calibeam.training import (
     Shuffled,
     batch_of_sources,
     encoded,
-    forced,
-    planned_targets,
     train,
 )
 
@@ -41,10 +40,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from calibeam.engine.graphs import Batch
-    from calibeam.engine.packing import Forced
     from calibeam.seq2seq import Ids, Seq2Seq
-
-Switch = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,9 +101,6 @@ def run(config: Config, *, force: bool = False) -> Path:
     model = seq2seq.load(start.path, device=config.device)
     check_lengths("calibrate", config, seq2seq.max_positions(model.model.config))
     adapter = adapt(model, config)
-    alone = adapter or _regularizer(config) in WITHOUT_REFERENCE
-    reference = model if alone else seq2seq.load(start.path, device=config.device)
-    step = CalibrationStep(model, reference, config, adapter.off if adapter else nullcontext)
     merged: Switch = adapter.merged if adapter else nullcontext
 
     examples = data.stream_examples(scored.manifest["counts"]["split"])
@@ -118,9 +111,19 @@ def run(config: Config, *, force: bool = False) -> Path:
     judge = start.path if config.select == "similarity" else None
     validation = Validation(model, data.examples("validation"), config, judge)
 
+    plan = config.plan(len(pairs), config.select)._replace(max_drift=config.max_drift)
+
+    def refer() -> Reference | None:
+        if _regularizer(config) in WITHOUT_REFERENCE:
+            return None
+        off = adapter.off if adapter else None
+        if reference.pays(model, pairs.targets, plan.steps * config.batch_size):
+            return reference.Remembered(model, pairs.sources, pairs.targets, config, off or nullcontext)
+        return reference.Running(model if off else seq2seq.load(start.path, device=config.device), off)
+
     def batch(some: Sequence[int], seeds: Sequence[int]) -> Batch:
         sources, targets = ([ids[place] for place in some] for ids in (pairs.sources, pairs.targets))
-        return step.batch(sources, targets, [candidates[place] for place in some], seeds)
+        return step.batch(sources, targets, [candidates[place] for place in some], seeds, some)
 
     def validate() -> dict[str, float]:
         with merged():
@@ -132,27 +135,28 @@ def run(config: Config, *, force: bool = False) -> Path:
         if adapter and config.lora_save == "adapter":
             adapter.save(folder.with_name("adapter"), public_name(config.model))
 
-    problem = Problem(
-        batches=Shuffled(pairs, config.batch_size, config.seed),
-        batch=batch,
-        loss=step.loss,
-        validate=validate,
-        save=save,
-        dropout=False,
-        frozen=None if alone else reference.model,
-        shown={
-            "loss": "loss",
-            "agreement": "agreement",
-            "regularization": "regularization" if callable(config.regularizer) else config.regularizer,
-        },
-        drift=partial(_drift, pairs.targets.mean_length) if config.regularizer == "kl" else None,
-    )
     with output.writing(resume=True):
         output.counts |= {"examples": len(pairs), **pairs.cut, "examples_without_a_pair": without}
+        frozen = refer()
+        step = CalibrationStep(model, frozen, config)
         display.say(
             f"calibrate: {len(pairs):,} examples, {without:,} of them without a pair to compare; lambda {step.reg_weight:.3g}"
         )
-        plan = config.plan(len(pairs), config.select)._replace(max_drift=config.max_drift)
+        problem = Problem(
+            batches=Shuffled(pairs, config.batch_size, config.seed),
+            batch=batch,
+            loss=step.loss,
+            validate=validate,
+            save=save,
+            dropout=False,
+            frozen=frozen.model if frozen else None,
+            shown={
+                "loss": "loss",
+                "agreement": "agreement",
+                "regularization": "regularization" if callable(config.regularizer) else config.regularizer,
+            },
+            drift=partial(_drift, pairs.targets.mean_length) if config.regularizer == "kl" else None,
+        )
         train(model.model, config, plan, problem, output)
     return output.path
 
@@ -217,16 +221,12 @@ class Candidates:
 class CalibrationStep:
     """Algorithm 1's loss: calibration of candidates plus lambda times regularisation on the target.
 
-    The frozen fine-tuned model is the reference, where one is needed: a copy, or the model itself without its adapter. Dropout is
-    off in both, so before the first step the KL divergence between them is 0 but for rounding. The target goes through the model
-    together with the candidates.
+    The frozen fine-tuned model is the reference, where one is needed. Dropout is off in both, so before the first step the KL
+    divergence between them is 0 but for rounding. The target goes through the model together with the candidates.
     """
 
-    def __init__(self, model: Seq2Seq, reference: Seq2Seq, config: Config, off: Switch = nullcontext) -> None:
-        """off: switches off the adapter, where the reference is the model itself."""
-        self._model, self._reference, self._off = model, reference.model, off
-        if reference is not model:
-            reference.model.requires_grad_(False)
+    def __init__(self, model: Seq2Seq, reference: Reference | None, config: Config) -> None:
+        self._model, self._reference = model, reference
         loss = config.loss if callable(config.loss) else CALIBRATION_LOSSES[config.loss]
         self._loss = functions.looked_at(loss, "loss", lambda log_p, *_: log_p.shape[:1]) if callable(config.loss) else loss
         self._regularizer = _regularizer(config)
@@ -241,8 +241,13 @@ class CalibrationStep:
         targets: Sequence[Ids],
         rows: Sequence[dict[str, Any]],
         seeds: Sequence[int],
+        places: Sequence[int] = (),
     ) -> Batch:
-        """What `loss` reads, on the host. seeds: of the pair that is drawn for each row, so that it does not depend on others."""
+        """What `loss` reads, on the host.
+
+        seeds: of the pair that is drawn for each row, so that it does not depend on others. places: of the rows among all
+        examples, for a reference that remembers them.
+        """
         from calibeam.engine.packing import plan
 
         tuned, most = self._model, max(len(ids) for row in rows for ids in row["token_ids"])
@@ -252,19 +257,19 @@ class CalibrationStep:
             each.view(len(rows), -1, each.shape[-1])
             for each in tuned.roomy_batch(sequences, max(most, self._config.max_target_length))
         )
-        return {
+        found = {
             **batch_of_sources(tuned, sources, self._config), "similarity": similarity, "exists": exists,
-            **planned_targets(tuned, token_ids[:, :1].contiguous(), token_mask[:, :1].contiguous()),
             "token_ids": token_ids, "token_mask": token_mask,
             "plan": plan(token_ids, token_mask, tuned.model.config.hidden_size, tuned.device, first=1),
         }  # fmt: skip
+        return {**found, **self._reference.inputs(places, found)} if self._reference else found
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
         """Summed over the examples, with figures to show, summed likewise."""
         from calibeam.engine.packing import Forced, plant
 
         model, similarity, exists = self._model.model, batch["similarity"], batch["exists"]
-        reference = None if self._regularizer in WITHOUT_REFERENCE else self._refer(batch)
+        reference = self._reference.at_target(batch) if self._reference else None
         token_mask = batch["token_mask"]
         every = Forced(encoded(model, batch), plant(model, batch["token_ids"], token_mask, batch["plan"])).settled()
         regularization = every.regularization(self._regularizer, reference).sum()
@@ -299,9 +304,3 @@ class CalibrationStep:
         pair = sample_pair(similarity, exists, draws)
         token_ids = [[row["token_ids"][index] for index in own] for row, own in zip(rows, pair.tolist(), strict=True)]
         return similarity.gather(1, pair), exists.gather(1, pair), token_ids
-
-    def _refer(self, batch: Batch) -> Forced:
-        import torch
-
-        with torch.no_grad(), self._off():
-            return forced(encoded(self._reference, batch), batch).settled()

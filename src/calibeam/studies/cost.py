@@ -117,13 +117,12 @@ def _score(step: Step, data: Data, once: Once) -> float:
 
 
 def _calibrate(step: Step, data: Data, once: Once) -> float:
-    """Two candidates or all of them, the target, and the target once more for the reference."""
+    """Two candidates or all of them, the target, and the target once more for the reference, which remembers what it has seen."""
     config = step.config
     pair = config.pairs == "sampled" and config.loss in {loss.__name__ for loss in PAIR_LOSSES}
     candidates = 2 if pair else ancestor(step, "decode").config.num_candidates
-    reference = 0.0 if needs_no_reference(config) else once(1)
-    training = seen(step, data) * (_passes(config) * once(candidates + 1) + reference)
-    return training + _validating(step, data, once)
+    reference = 0.0 if needs_no_reference(config) else min(seen(step, data), epoch(step, data)) * once(1)
+    return seen(step, data) * _passes(config) * once(candidates + 1) + reference + _validating(step, data, once)
 
 
 def needs_no_reference(config: Any) -> bool:
