@@ -56,7 +56,7 @@ UsageError: Any = typer.BadParameter.__base__  # click's, and click is part of s
 
 
 def main() -> None:
-    _quiet()
+    quiet()
     together = sys.argv[1:2] != [] and sys.argv[1] in TOGETHER and not {"-h", "--help"} & {*sys.argv}
     if not (together or distributed.is_started_first()):
         return
@@ -172,6 +172,7 @@ def study(
     recipe_file: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
     settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the plan and its cost, and do nothing")] = False,
+    jobs: Annotated[int, typer.Option(min=1, help="steps at once, each in a process; small models keep no GPU busy alone")] = 1,
     force: Force = False,
     allow_code: AllowCode = False,
 ) -> None:
@@ -190,7 +191,7 @@ def study(
     if dry_run:
         studies.show(name, tables)
     else:
-        studies.run(name, tables, force=force)
+        studies.run(name, tables, jobs=jobs, force=force)
 
 
 @app.command(short_help="predict time, memory, storage and cost")
@@ -380,7 +381,7 @@ def _top(
     pass
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Our own progress bars, not Hugging Face's; errors without their advertisements."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

@@ -37,6 +37,7 @@ def listening() -> Iterator[None]:
     global _asked
     before = [(number, signal.signal(number, _ask)) for number in STOPPING]
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         yield
     finally:
         _asked = None
@@ -93,6 +94,16 @@ def ignore() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+@contextmanager
+def held_back() -> Iterator[None]:
+    """Meanwhile, none reaches this process, nor one that it starts, before that one is `listening`."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def leave_to_main_thread() -> None:
     """In another thread: none reaches it, nor a process that it starts, before that one can say `leave_to_parent`."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
@@ -100,9 +111,14 @@ def leave_to_main_thread() -> None:
 
 def leave_to_parent() -> None:
     """In a process that works for another: signals reach both, and the parent sees to it; without a parent it ends."""
+    ignore()
+    follow_parent()
+
+
+def follow_parent() -> None:
+    """In a process that works for another: without it, this one ends too."""
     from multiprocessing import parent_process
 
-    ignore()
     parent = parent_process()
     assert parent is not None
 

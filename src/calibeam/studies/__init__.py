@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from calibeam import display, distributed, figures, pipeline, recipe, store
-from calibeam.pipeline import STUDY, Step
+from calibeam.pipeline import STUDY
 from calibeam.records import CalibeamError
 from calibeam.studies import preview
-from calibeam.studies.plan import Config, Row, Subject, in_order, subjects
-from calibeam.studies.results import Found, Record, best, find, records
+from calibeam.studies.plan import Config, Row, Subject, subjects
+from calibeam.studies.results import Found, Record, find, records
 from calibeam.studies.table import as_csv
+from calibeam.studies.walk import walk
 
 STUDIES: dict[str, str] = {
     "ablation": "one choice of the method at a time",
@@ -48,17 +49,14 @@ def plan(name: str, tables: dict[str, Any]) -> tuple[Config, list[Subject], list
     return config, found, rows
 
 
-def run(name: str, tables: dict[str, Any], *, force: bool = False) -> Path:
-    """Run what is not there yet, choose on validation what is to be chosen, measure, and write the tables and the figure."""
+def run(name: str, tables: dict[str, Any], *, jobs: int = 1, force: bool = False) -> Path:
+    """Run what is not there yet, so many steps at once, choose on validation what is to be chosen, measure, and write the tables
+    and the figure."""
     study = load(name)
     config, tasks, rows = plan(name, tables)
-    done, expected = set[str](), preview.expected(rows)
-    pipeline.check_models(expected)
-    total = len(expected)
-    _walk(in_order(step for row in rows for step in row.trials), done, total, force)
-    chosen = [(row, best(row)) for row in rows]
-    _walk(in_order(point.measured for _, point in chosen), done, total, force)
-    return Path(distributed.by_first(lambda: str(_tabulate(name, study, config, tasks, [find(*each) for each in chosen]))))
+    pipeline.check_models(preview.expected(rows))
+    found = zip(rows, walk(rows, jobs=jobs, force=force), strict=True)
+    return Path(distributed.by_first(lambda: str(_tabulate(name, study, config, tasks, [find(*each) for each in found]))))
 
 
 def _tabulate(name: str, study: Any, config: Config, tasks: Sequence[Subject], found: Sequence[Found]) -> Path:
@@ -92,12 +90,3 @@ def _write(study: Any, name: str, made: Sequence[Record], config: Config, output
     output.write_json("table.json", {"study": name, "settings": recipe.plain(config.identity()), "records": made})
     figures.save(study.make_figure(made), output.folder / "figure")
     output.counts |= {"rows": len(made)}
-
-
-def _walk(steps: Sequence[Step], done: set[str], total: int, force: bool) -> None:
-    """Every step once, in order; those that are there are verified and kept."""
-    for step in steps:
-        if step.config.output not in done:
-            done.add(step.config.output)
-            display.say(f"[{len(done)}/{total}] {step.stage} -> {step.config.output}", style="bold")
-            step.run(force=force)

@@ -1,0 +1,204 @@
+"""The steps of a study, each once, after what it reads: one at a time, or several at once in processes of their own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, cast
+
+from calibeam import display, distributed, signals
+from calibeam.pipeline import Step
+from calibeam.records import CalibeamError
+from calibeam.studies import preview
+from calibeam.studies.plan import Point, Row, in_order
+from calibeam.studies.results import best
+
+
+def walk(rows: Sequence[Row], *, jobs: int = 1, force: bool = False) -> list[Point]:
+    """Run the steps, verifying and keeping those that are there, and choose what is to be chosen. The point of every row."""
+    if jobs > 1 and distributed.size() > 1:
+        raise CalibeamError("--jobs starts its own processes, one for every step at work: start it alone, without torchrun")
+    agenda = Agenda(rows)
+    if jobs == 1:
+        while step := agenda.begin():
+            step.run(force=force)
+            agenda.finish(step)
+        return agenda.points()
+    with Workers(min(jobs, agenda.total)) as workers, display.Bar("steps", agenda.total) as bar:
+        while True:
+            while workers.are_free and (step := agenda.begin()):
+                workers.start(step, force)
+            bar.advance(0, "at work: " + ", ".join(Path(step.config.output).name for step in workers.at_work))
+            if not workers.at_work:
+                return agenda.points()
+            for step in workers.finished():
+                agenda.finish(step)
+                bar.advance()
+
+
+class Agenda:
+    """What is to be done next. What a row is measured by may be known only when its trials are done."""
+
+    def __init__(self, rows: Sequence[Row]) -> None:
+        self.total = len(preview.expected(rows))
+        self._rows = rows
+        self._chosen: dict[int, Point] = {}
+        self._begun, self._done = set[str](), set[str]()
+        self._look()
+
+    def begin(self) -> Step | None:
+        """The step that most others wait for one after another, of those that nobody has begun and that have all they read."""
+        ready = [step for step in self._steps if step.config.output not in self._begun and self._are_done(step.needs)]
+        if not ready:
+            return None
+        step = max(ready, key=lambda step: self._heights[step.config.output])  # of several, the first of the plan
+        self._begun.add(step.config.output)
+        display.say(f"[{len(self._begun)}/{self.total}] {step.stage} -> {step.config.output}", style="bold")
+        return step
+
+    def finish(self, step: Step) -> None:
+        self._done.add(step.config.output)
+        self._look()
+
+    def points(self) -> list[Point]:
+        return [self._chosen[place] for place in range(len(self._rows))]
+
+    def _look(self) -> None:
+        """What is known of the rows by now."""
+        for place, row in enumerate(self._rows):
+            if place not in self._chosen and self._are_done(row.trials):
+                self._chosen[place] = best(row)
+        self._steps = in_order(
+            step
+            for place, row in enumerate(self._rows)
+            for step in ([*row.trials, self._chosen[place].measured] if place in self._chosen else row.trials)
+        )
+        self._heights = dict.fromkeys((step.config.output for step in self._steps), 0)
+        for step in reversed(self._steps):
+            for need in step.needs:
+                self._heights[need.config.output] = max(self._heights[need.config.output], self._heights[step.config.output] + 1)
+
+    def _are_done(self, steps: Sequence[Step]) -> bool:
+        return all(step.config.output in self._done for step in steps)
+
+
+class Workers:
+    """Processes that run a step each. They have the machine's GPUs in turn, and an equal part of its cores."""
+
+    def __init__(self, number: int) -> None:
+        self._free: list[_Worker] = []
+        self._at_work: dict[_Worker, Step] = {}
+        self._number = number
+
+    @property
+    def are_free(self) -> bool:
+        return bool(self._free)
+
+    @property
+    def at_work(self) -> list[Step]:
+        return [*self._at_work.values()]
+
+    def __enter__(self) -> Workers:
+        gpus, cores = _gpus(), len(os.sched_getaffinity(0))
+        self._free = [
+            _Worker(gpus[number % len(gpus)] if gpus else None, max(1, cores // self._number)) for number in range(self._number)
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Where there is an error or a signal: those still at work are told to stop, and save what would be a pity to lose."""
+        for worker in self._at_work:
+            worker.stop()
+        for worker in (*self._free, *self._at_work):
+            worker.end()
+
+    def start(self, step: Step, force: bool) -> None:
+        worker = self._free.pop(0)
+        worker.connection.send((step, force))
+        self._at_work[worker] = step
+
+    def finished(self) -> Iterator[Step]:
+        """Those that end next, when they have."""
+        by_connection = {worker.connection: worker for worker in self._at_work}
+        for connection in wait([*by_connection]):
+            worker = by_connection[cast("Connection", connection)]
+            step = self._at_work.pop(worker)
+            try:
+                error = worker.connection.recv()
+            except (EOFError, OSError):
+                raise CalibeamError(
+                    f"{step.stage} -> {step.config.output}: its process has died; is there too little memory? Try fewer --jobs"
+                ) from None
+            self._free.append(worker)
+            if error is not None:
+                raise error
+            yield step
+
+
+class _Worker:
+    def __init__(self, gpu: str | None, cores: int) -> None:
+        spawning = get_context("spawn")  # a fork could inherit locks that threads of libraries hold
+        self.connection, theirs = spawning.Pipe()
+        self._process = spawning.Process(target=_work, args=(theirs, gpu, cores))
+        with signals.held_back():
+            self._process.start()
+        theirs.close()
+
+    def stop(self) -> None:
+        if self._process.pid is not None and self._process.is_alive():
+            os.kill(self._process.pid, signal.SIGTERM)
+
+    def end(self) -> None:
+        self.connection.close()
+        self._process.join()
+
+
+def _gpus() -> list[str]:
+    """To be shared out among workers; none if they all have the same."""
+    import torch
+
+    count, given = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+    return [] if count < 2 else given.split(",")[:count] if given else [str(number) for number in range(count)]
+
+
+def _work(connection: Connection, gpu: str | None, cores: int) -> None:
+    if gpu is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = gpu
+    import torch
+
+    from calibeam.cli import quiet
+
+    quiet()
+    torch.set_num_threads(cores)
+    display.console.quiet = display.errors.quiet = True
+    signals.follow_parent()
+    try:
+        with signals.listening():
+            while True:
+                step, force = connection.recv()
+                connection.send(_error_of(step, force))
+                gc.collect()
+                if torch.cuda.is_initialized():
+                    torch.cuda.empty_cache()
+    except (EOFError, OSError):
+        return  # there is nothing more to do, or nobody to tell
+    except signals.Stopped as stop:
+        sys.exit(stop.exit_code)
+
+
+def _error_of(step: Step, force: bool) -> Any:
+    """Run a step."""
+    try:
+        step.run(force=force)
+    except CalibeamError as error:
+        return CalibeamError(f"{step.stage} -> {step.config.output}: {error}")
+    except Exception:
+        return RuntimeError(f"{step.stage} -> {step.config.output}:\n{traceback.format_exc()}")
+    return None

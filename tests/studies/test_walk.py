@@ -1,0 +1,129 @@
+"""Steps of a study several at once, as a user asks for it: what comes out is what one after the other gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import forked
+from calibeam import store, studies
+from calibeam.records import CalibeamError
+from conftest import TINY_RECIPE, sentence
+
+RECIPE = f"""{TINY_RECIPE}[finetune]
+learning_rate = 1e-2
+batch_size = 16
+max_steps = 60
+max_source_length = 24
+max_target_length = 8
+eval_steps = 20
+[decode]
+num_candidates = 3
+max_new_tokens = 8
+max_source_length = 24
+[calibrate]
+batch_size = 16
+max_steps = 2
+max_source_length = 24
+max_target_length = 8
+[evaluate]
+max_new_tokens = 8
+max_source_length = 24
+max_target_length = 8
+[study]
+learning_rates = [1e-3, 1e-2]
+alphas = [0.0, 1.0]
+num_beams = 2
+calibrated_num_beams = 3
+"""
+COMMAND = ["study", "final", "recipe.toml", "--jobs", "2"]
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    for name, first, count in (("train", 0, 32), ("validation", 100, 12)):
+        sources = [sentence(i, 4) for i in range(first, first + count)]
+        rows = ({"source": source, "target": f"the {source.split()[0]} ran over"} for source in sources)
+        Path(f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    Path("recipe.toml").write_text(RECIPE)
+    return tmp_path
+
+
+def at_work(process: int) -> Iterator[int]:
+    """Its workers, and theirs."""
+    for children in Path(f"/proc/{process}/task").glob("*/children"):
+        for child in map(int, children.read_text().split()):
+            yield child
+            yield from at_work(child)
+
+
+def found(root: str) -> tuple[Any, dict[str, str]]:
+    """The table, and the digest of every step."""
+    steps = {file.parent.name: json.loads(file.read_text())["digest"] for file in Path(root, "steps").glob(f"*/{store.MANIFEST}")}
+    return json.loads(Path(root, "final/table.json").read_text())["records"], steps
+
+
+def test_several_at_once_end_as_one_after_the_other_even_when_stopped_on_their_way(place: Path) -> None:
+    with forked.Process(place, forked.command, *COMMAND, environment=ENVIRONMENT, cwd=place) as process:
+        process.wait_until(lambda: any(place.glob("out/steps/.finetune-*/checkpoint-*")))
+        workers = [*at_work(process.pid)]
+        process.signal(signal.SIGTERM)
+        assert process.end() == 128 + signal.SIGTERM
+        said = process.said()
+        assert "stopped by SIGTERM" in said[1]
+        assert "Traceback" not in "".join(said)
+    assert len(workers) >= 2
+    assert not any(Path(f"/proc/{worker}").exists() for worker in workers)
+    assert not Path("out/final").exists()
+
+    again = forked.run(COMMAND, ENVIRONMENT, place, 240)
+    assert (again.returncode, again.stderr) == (0, "")
+    assert "final: out/final/table.md" in again.stdout
+    several = found("out")
+    shutil.move("out", "several")
+    one = forked.run(COMMAND[:-2], ENVIRONMENT, place, 240)
+    assert one.returncode == 0, one.stderr
+    assert found("out") == several
+
+
+def test_what_fails_is_told_with_its_step_and_ends_the_others(place: Path) -> None:
+    from calibeam import recipe
+
+    _, _, rows = studies.plan("final", recipe.read(Path("recipe.toml")))
+    obstacle = Path(rows[1].points[0].measured.config.model)
+    obstacle.mkdir(parents=True)
+    (obstacle / "something else").touch()
+    ended = forked.run(COMMAND, ENVIRONMENT, place, 240)
+    assert ended.returncode == 2
+    assert f"calibrate -> {obstacle}: {obstacle} is in use" in " ".join(ended.stderr.split())
+    assert "Traceback" not in ended.stdout + ended.stderr
+
+
+def test_a_worker_that_dies_is_told(place: Path) -> None:
+    with forked.Process(place, forked.command, *COMMAND, environment=ENVIRONMENT, cwd=place) as process:
+        process.wait_until(lambda: any(place.glob("out/steps/.finetune-*")))
+        for worker in at_work(process.pid):
+            with suppress(ProcessLookupError):
+                os.kill(worker, signal.SIGKILL)
+        assert process.end() == 2
+        said = " ".join(process.said()[1].split())
+    assert "its process has died" in said
+    assert "Traceback" not in said
+
+
+def test_several_processes_and_jobs_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from calibeam import distributed, recipe
+
+    monkeypatch.setattr(distributed, "size", lambda: 2)
+    with pytest.raises(CalibeamError, match="without torchrun"):
+        studies.run("final", recipe.read(Path("recipe.toml")), jobs=2)
