@@ -140,7 +140,8 @@ def run(config: Config, *, force: bool = False) -> Path:
         frozen = refer()
         step = CalibrationStep(model, frozen, config)
         display.say(
-            f"calibrate: {len(pairs):,} examples, {without:,} of them without a pair to compare; lambda {step.reg_weight:.3g}"
+            f"calibrate: {len(pairs):,} examples, {without:,} of them without a pair to compare; lambda {step.reg_weight:.3g}, "
+            f"beta {config.beta:g}; log P of a source's candidates spans {candidates.log_p_span:.3g} on average"
         )
         problem = Problem(
             batches=Shuffled(pairs, config.batch_size, config.seed),
@@ -203,7 +204,8 @@ class Candidates:
 
     def __init__(self, scored: store.Folder, pairs: Pairs) -> None:
         self._token_ids, self._similarity, self.most, self.without_a_pair = Compact(), Compact("f"), 0, 0
-        rows = scored.stream("scored", store.SCORED, columns=["id", "token_ids", "similarity"])
+        spans = 0.0
+        rows = scored.stream("scored", store.SCORED, columns=["id", "token_ids", "log_p", "similarity"])
         for name, row in itertools.zip_longest(map(pairs.name, range(len(pairs))), rows):
             if row is None or row["id"] != name:
                 raise CalibeamError(f"{scored.path} does not hold the examples of its data in their order")
@@ -212,6 +214,9 @@ class Candidates:
             self._similarity.append(row["similarity"])
             self.most = max(self.most, len(row["similarity"]))
             self.without_a_pair += len(set(row["similarity"])) < 2
+            spans += max(row["log_p"], default=0.0) - min(row["log_p"], default=0.0)
+        self.log_p_span = spans / len(pairs)
+        """From the likeliest candidate of a source to the least likely, on average: a margin far above it is out of reach."""
 
     def __getitem__(self, place: int) -> dict[str, Any]:
         own = self._similarity.places(place)
