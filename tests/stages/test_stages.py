@@ -419,13 +419,15 @@ def test_calibration_raises_the_agreement_of_likelihood_and_similarity(
 def test_it_says_how_far_the_likelihoods_of_a_source_lie_apart(
     tmp_path: Path, data: str, tuned: str, scored: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Beside beta, for a margin that no pair can reach."""
-    size = {"beta": 2.5, "batch_size": 8, "max_steps": 1, "select_examples": 1, "select_num_beams": 1, **LENGTHS}
-    calibrate.run(calibrate.Config(data=data, model=tuned, scored=scored, output=str(tmp_path / "out"), **size))
+    """Beside beta, where the loss has one: no pair may reach the margin."""
     log_p = [row["log_p"] for row in store.read(scored, "score").rows("scored", store.SCORED)]
     mean = sum(max(own) - min(own) for own in log_p) / len(log_p)
-    said = " ".join(capsys.readouterr().out.split())
-    assert f"beta 2.5; log P of a source's candidates spans {mean:.3g} on average" in said
+    size = {"beta": 2.5, "batch_size": 8, "max_steps": 1, "select_examples": 1, "select_num_beams": 1, **LENGTHS}
+    for loss, margin in (("rank", ", beta 2.5"), ("reward", "")):
+        output = str(tmp_path / loss)
+        calibrate.run(calibrate.Config(data=data, model=tuned, scored=scored, output=output, loss=loss, **size))
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"; lambda 1{margin}; log P of a source's candidates spans {mean:.3g} on average" in said
 
 
 def test_rows_without_ids_do_not_mix_the_splits(tmp_path: Path, tuned: str) -> None:

@@ -139,9 +139,10 @@ def run(config: Config, *, force: bool = False) -> Path:
         output.counts |= {"examples": len(pairs), **pairs.cut, "examples_without_a_pair": without}
         frozen = refer()
         step = CalibrationStep(model, frozen, config)
+        weights = f"lambda {step.reg_weight:.3g}" + ("" if config.loss == "reward" else f", beta {config.beta:g}")
         display.say(
-            f"calibrate: {len(pairs):,} examples, {without:,} of them without a pair to compare; lambda {step.reg_weight:.3g}, "
-            f"beta {config.beta:g}; log P of a source's candidates spans {candidates.log_p_span:.3g} on average"
+            f"calibrate: {len(pairs):,} examples, {without:,} of them without a pair to compare; {weights}; "
+            f"log P of a source's candidates spans {candidates.log_p_span:.3g} on average"
         )
         problem = Problem(
             batches=Shuffled(pairs, config.batch_size, config.seed),
