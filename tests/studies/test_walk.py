@@ -18,26 +18,19 @@ from calibeam import store, studies
 from calibeam.records import CalibeamError
 from conftest import TINY_RECIPE, sentence
 
-RECIPE = f"""{TINY_RECIPE}[finetune]
+RECIPE = f"""
+max_source_length = 24
+max_target_length = 8
+{TINY_RECIPE}[finetune]
 learning_rate = 1e-2
 batch_size = 16
 max_steps = 60
-max_source_length = 24
-max_target_length = 8
 eval_steps = 20
 [decode]
 num_candidates = 3
-max_new_tokens = 8
-max_source_length = 24
 [calibrate]
 batch_size = 16
 max_steps = 2
-max_source_length = 24
-max_target_length = 8
-[evaluate]
-max_new_tokens = 8
-max_source_length = 24
-max_target_length = 8
 [study]
 learning_rates = [1e-3, 1e-2]
 alphas = [0.0, 1.0]
