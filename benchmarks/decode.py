@@ -253,7 +253,7 @@ def real(rows: Rows, repeat: int, folder: Path, file: Path, count: int) -> None:
     from calibeam.stages.decode import decode_all
 
     device = seq2seq.best_device()
-    model = seq2seq.load(folder, dtype=seq2seq.fast_dtype(device))
+    model = seq2seq.load(folder, dtype=seq2seq.dtype_named("auto", device))
     opener = lzma.open if file.suffix == ".xz" else open
     with opener(file, "rt", encoding="utf-8") as lines:
         texts = [json.loads(line)["source"] for line in lines]

@@ -81,7 +81,7 @@ def theirs(case: Case, model: Any, examples: list[tuple[list[int], list[int]]]) 
         for first in range(0, case.batch, case.micro_batch):
             some = examples[first : first + case.micro_batch]
             source, target = (torch.tensor([each[side] for each in some], device=case.device) for side in (0, 1))
-            with autocast(model.device):
+            with autocast(model.device, config):
                 logits = model(input_ids=source, attention_mask=torch.ones_like(source), labels=target).logits
                 loss = torch.nn.functional.cross_entropy(
                     logits.flatten(0, 1), target.flatten(), label_smoothing=config.label_smoothing

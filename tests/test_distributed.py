@@ -86,7 +86,7 @@ def apart(family):
     model, reference, whole, whole_reference = (tiny_model(family, seed, 23) for seed in (0, 5, 0, 5))
     sum(loss_of(whole, whole_reference, rank) for rank in range(distributed.size())).backward()
     model.gradient_checkpointing_enable()
-    sharded = sharding.Sharded(model, reference.requires_grad_(False))
+    sharded = sharding.Sharded(model, torch.float32, reference.requires_grad_(False))
     sharded(lambda: loss_of(model, reference, distributed.rank())).backward()
     pairs = [(a.grad.full_tensor(), b.grad) for a, b in zip(model.parameters(), whole.parameters()) if b.grad is not None]
     found, wanted = (torch.cat([gradient.flatten() for gradient in each]) for each in zip(*pairs))
@@ -101,7 +101,7 @@ def work(**_):
     if also == "families":
         say(f"apart {max(map(apart, FAMILIES)):.0e}")
         try:
-            sharding.Sharded(tiny_model("mt5"))
+            sharding.Sharded(tiny_model("mt5"), torch.float32)
         except CalibeamError as error:
             say(error)
     for name, settings in json.loads(given):

@@ -421,6 +421,21 @@ def test_lengths_at_the_top_are_those_of_every_stage_that_reads_examples_and_say
     assert (alone.config.max_source_length, alone.config.max_new_tokens) == (96, 12)
 
 
+def test_device_and_type_at_the_top_are_those_of_every_stage_that_runs_a_model_and_says_nothing_else() -> None:
+    pretraining = {"files": ["a.txt"], "max_steps": 1}
+    steps = steps_of(model="m", device="cpu", dtype="bfloat16", pretrain=pretraining, score={"dtype": "float32"})
+    found = {place: (getattr(config, "device", None), getattr(config, "dtype", None)) for place, config in steps.items()}
+    both, neither = ("cpu", "bfloat16"), (None, None)
+    assert found == {
+        "run/prepare": neither, "run/pretrain": both, "run/decode": both, "run/score": ("cpu", "float32"), "run/calibrate": both,
+        "run/evaluate/finetuned": both, "run/evaluate/calibrated": both, "run/report": neither, "run/model": neither,
+    }  # fmt: skip
+    with pytest.raises(CalibeamError, match=r"^dtype must be a string, got 16$"):
+        pipeline.plan({"output": "run", "model": "m", "dtype": 16})
+    with pytest.raises(CalibeamError, match=r"^decode\.dtype must be one of auto, float32, bfloat16, got 'bf16'"):
+        pipeline.plan({"output": "run", "model": "m", "dtype": "bf16"})
+
+
 def test_one_candidate_leaves_nothing_to_calibrate() -> None:
     tables = {"output": "run", "model": "m", "decode": {"num_candidates": 1}}
     with pytest.raises(CalibeamError, match=r"^decode\.num_candidates is 1, but calibrate compares .*--num-candidates\)$"):

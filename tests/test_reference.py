@@ -97,13 +97,13 @@ def test_what_is_remembered_is_what_a_copy_finds(
 def test_it_pays_where_training_comes_to_every_target_and_there_is_room(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, unknown = (Seq2Seq(tiny_model(family, 0, len(tokenizer)), tokenizer) for family in ("pegasus", "m2m_100"))
     pairs = pairs_of(model, a_config())
-    assert reference.pays(model, pairs.targets, COUNT)
-    assert not reference.pays(model, pairs.targets, COUNT - 1)
-    assert not reference.pays(unknown, pairs.targets, COUNT)
+    assert reference.pays(model, pairs.targets, a_config(), COUNT)
+    assert not reference.pays(model, pairs.targets, a_config(), COUNT - 1)
+    assert not reference.pays(unknown, pairs.targets, a_config(), COUNT)
     size = sum(map(len, pairs.targets)) * model.model.config.d_model * 4
     for memory, expected in ((4 * size, True), (4 * size - 1, False)):
         monkeypatch.setattr(reference.os, "sysconf", {"SC_PAGE_SIZE": 1, "SC_PHYS_PAGES": memory}.__getitem__)
-        assert reference.pays(model, pairs.targets, COUNT) == expected
+        assert reference.pays(model, pairs.targets, a_config(), COUNT) == expected
 
 
 @pytest.mark.parametrize("settings", [{}, {"lora_rank": 2}], ids=["whole", "lora"])

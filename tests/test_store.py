@@ -111,6 +111,23 @@ def test_an_exception_while_making_it_again_keeps_the_old_result(tmp_path: Path)
     assert everything_under(tmp_path / "data") == before
 
 
+@pytest.mark.parametrize("what", ["rows", "log"])
+def test_a_folder_that_is_removed_while_it_is_written(what: str, tmp_path: Path) -> None:
+    output = stage(tmp_path / "data")
+    removed = re.escape(f"{output.folder} was removed while prepare was writing to it")
+
+    def remove_and_write() -> None:
+        with output.writing(resume=True):
+            shutil.rmtree(output.folder)
+            if what == "rows":
+                output.write_rows("train", ROWS, store.EXAMPLES)
+            output.append_log({"step": 1})
+
+    with pytest.raises(CalibeamError, match=removed):
+        remove_and_write()
+    assert write(tmp_path / "data").manifest["counts"] == {"train": 2}
+
+
 def test_what_was_written_is_read_back(tmp_path: Path) -> None:
     folder = write(tmp_path / "data")
     assert folder.examples("train") == [Example("a", "one", ("1",)), Example("b", " two\n", ("2", "zwei"))]

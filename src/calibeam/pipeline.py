@@ -20,7 +20,7 @@ from typing import Any
 from calibeam import display, distributed, presets, recipe, stages, store
 from calibeam.records import CalibeamError
 
-TOP = {"output": str, "model": str, "preset": str, **dict.fromkeys(recipe.LENGTHS, int)}
+TOP = {**dict.fromkeys(("output", "model", "preset", *recipe.HARDWARE), str), **dict.fromkeys(recipe.LENGTHS, int)}
 STUDY = "study"
 
 
@@ -63,7 +63,7 @@ def plan(tables: dict[str, Any], only: str | None = None) -> list[Step]:
     if only is None and "output" in tables.get("evaluate", {}):
         raise CalibeamError("evaluate.output: a whole run evaluates two models, so it chooses their folders itself")
     steps = [
-        Step(name, recipe.build(kind, name, {**inputs, **_lengths(tables, name, kind), **tables.get(name, {})}))
+        Step(name, recipe.build(kind, name, {**inputs, **_from_top(tables, name, kind), **tables.get(name, {})}))
         for name, inputs in _steps(tables)
         if only in (None, name)
         for kind in (stages.load(name).Config,)
@@ -80,10 +80,12 @@ def plan(tables: dict[str, Any], only: str | None = None) -> list[Step]:
     return steps
 
 
-def _lengths(tables: dict[str, Any], stage: str, kind: Any) -> dict[str, Any]:
-    """Those at the top, as a stage calls them. What `pretrain` reads are not the examples, but text of its own."""
-    known = {field.name for field in dataclasses.fields(kind) if stage != "pretrain"}
-    return {name: tables[key] for key, names in recipe.LENGTHS.items() if key in tables for name in names if name in known}
+def _from_top(tables: dict[str, Any], stage: str, kind: Any) -> dict[str, Any]:
+    """The settings of a stage that stand there. What `pretrain` reads are not the examples, but text of its own length."""
+    lengths = recipe.LENGTHS if stage != "pretrain" else {}
+    shared = {name: key for key, names in lengths.items() for name in names} | {name: name for name in recipe.HARDWARE}
+    known = {field.name for field in dataclasses.fields(kind)}
+    return {name: tables[key] for name, key in shared.items() if key in tables and name in known}
 
 
 def _check_candidates(configs: dict[str, Any]) -> None:

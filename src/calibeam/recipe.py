@@ -26,6 +26,9 @@ LONGEST = 100_000
 """Characters of a recipe."""
 MOST_DOTS = 2000
 """In one line of it: the time that a dotted key takes grows with the square of its parts."""
+DTYPES = ("auto", "float32", "bfloat16")
+HARDWARE = ("device", "dtype")
+"""What a recipe may say at its top of every stage that runs a model."""
 LENGTHS = {"max_source_length": ("max_source_length",), "max_target_length": ("max_target_length", "max_new_tokens")}
 """The lengths that a recipe may give once, at its top, and the settings of stages that they are for."""
 PLACES = frozenset({
@@ -83,6 +86,16 @@ class StageConfig:
 
     def resolved(self) -> dict[str, Any]:
         return {field.name: plain(getattr(self, field.name)) for field in dataclasses.fields(self)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelStageConfig(StageConfig):
+    """What every stage has that runs a model."""
+
+    device: str = option("auto", "auto, cpu or cuda", identity=False)
+    dtype: str = option(
+        "auto", "of matrix products; auto: bfloat16 on a GPU that has it, float32 on a CPU", choices=lambda: DTYPES
+    )
 
 
 def plain(value: Any) -> Any:

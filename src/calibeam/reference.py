@@ -79,10 +79,10 @@ class Remembered:
             return forced(encoded(tuned.model, batch), batch).at_target().states[batch["target_mask"][:, 0]]
 
         with (
-            torch.no_grad(), autocast(tuned.device), off(), display.Bar("reference", len(targets)) as bar,
+            torch.no_grad(), autocast(tuned.device, config), off(), display.Bar("reference", len(targets)) as bar,
             signals.postponed() if distributed.size() > 1 else nullcontext(),
         ):  # fmt: skip
-            dtype, anatomy = dtype_of_states(tuned), families.anatomy(tuned.model)
+            dtype, anatomy = dtype_of_states(tuned, config), families.anatomy(tuned.model)
             assert anatomy is not None
             self._head = Head(anatomy).frozen(dtype)
             self._states = torch.zeros(targets.total, tuned.model.config.hidden_size, dtype=dtype)
@@ -114,19 +114,19 @@ class Remembered:
         return slice(own.start, own.stop)
 
 
-def dtype_of_states(tuned: Seq2Seq) -> torch.dtype:
+def dtype_of_states(tuned: Seq2Seq, config: TrainingConfig) -> torch.dtype:
     """In which products with the head take them."""
     from calibeam.engine.ops import dtype_of_products
 
-    with autocast(tuned.device):
+    with autocast(tuned.device, config):
         return dtype_of_products(next(tuned.model.parameters()))
 
 
-def pays(tuned: Seq2Seq, targets: Compact, seen: int) -> bool:
+def pays(tuned: Seq2Seq, targets: Compact, config: TrainingConfig, seen: int) -> bool:
     """Whether to remember costs less than to run, where training is to see so many targets: as many as there are, and what is
     to be remembered of them has room."""
     from calibeam import families
 
-    size = targets.total * tuned.model.config.hidden_size * dtype_of_states(tuned).itemsize
+    size = targets.total * tuned.model.config.hidden_size * dtype_of_states(tuned, config).itemsize
     room = distributed.by_first(lambda: os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) // MEMORY_SHARE
     return families.anatomy(tuned.model) is not None and seen >= len(targets) and size <= room

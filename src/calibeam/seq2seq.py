@@ -274,8 +274,10 @@ def best_device(device: str = "auto") -> torch.device:
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
 
 
-def fast_dtype(device: torch.device) -> torch.dtype:
-    """bfloat16 where the hardware has it, float32 otherwise; float16 never (T5 and PEGASUS overflow)."""
+def dtype_named(name: str, device: torch.device) -> torch.dtype:
+    """One of `recipe.DTYPES`. float16 is none of them: T5 and PEGASUS overflow."""
+    if name != "auto":
+        return {"bfloat16": torch.bfloat16, "float32": torch.float32}[name]
     return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
 
 

@@ -26,7 +26,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol
 
 from calibeam import display, distributed, signals, store
-from calibeam.recipe import StageConfig, option
+from calibeam.recipe import ModelStageConfig, option
 from calibeam.records import CalibeamError
 
 SIZE = 1024
@@ -41,10 +41,9 @@ Facts = dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineConfig(StageConfig):
-    """Where a stage does its work. None of it changes what comes out."""
+class EngineConfig(ModelStageConfig):
+    """Who does a stage's work, which does not change what comes out."""
 
-    device: str = option("auto", "auto, cpu or cuda", identity=False)
     engine: str = option(
         "local", "local: this process, or all that torchrun starts; ray: workers on a Ray cluster", choices=lambda: ENGINES,
         identity=False,

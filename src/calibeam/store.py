@@ -561,7 +561,11 @@ class Output:
                 yield self
                 with signals.postponed():
                     self._finish(started, time.monotonic() - clock)
-            except BaseException:
+            except BaseException as error:
+                if isinstance(error, FileNotFoundError) and not self.folder.is_dir():
+                    raise CalibeamError(
+                        f"{self.folder} was removed while {self.kind} was writing to it: run the same command again"
+                    ) from error
                 if not any((self.folder / name).is_file() for name in (ORIGIN, MANIFEST)):
                     shutil.rmtree(self.folder, ignore_errors=True)
                 raise

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import numpy as np
 
 from calibeam import display, distributed, shards, signals, store, trackers
-from calibeam.recipe import StageConfig, option
+from calibeam.recipe import ModelStageConfig, option
 from calibeam.records import CalibeamError
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ SELECTIONS = {"perplexity": -1, "rouge": +1, "similarity": +1}
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainingConfig(StageConfig):
+class TrainingConfig(ModelStageConfig):
     model: str = option(help="the model to begin with: a folder or a Hub id", identity=False)
     learning_rate: float = option(1e-4, "the peak learning rate", above=0)
     batch_size: int = option(64, "examples per step", at_least=1)
@@ -70,7 +70,6 @@ class TrainingConfig(StageConfig):
     shard_model: bool = option(
         False, "of several processes, each holds a share of weights, gradients and optimizer, by FSDP2", identity=False
     )
-    device: str = option("auto", "auto, cpu or cuda", identity=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -410,13 +409,14 @@ class _Progress:
         return ""
 
 
-def autocast(device: torch.device) -> AbstractContextManager[Any]:
-    """bfloat16 arithmetic where the hardware has it, on float32 weights."""
+def autocast(device: torch.device, config: ModelStageConfig) -> AbstractContextManager[Any]:
+    """Products in the type that the settings ask for, on float32 weights."""
     import torch
 
-    from calibeam.seq2seq import fast_dtype
+    from calibeam.seq2seq import dtype_named
 
-    return torch.autocast(device.type, torch.bfloat16) if fast_dtype(device) is torch.bfloat16 else nullcontext()
+    wanted = dtype_named(config.dtype, device)
+    return nullcontext() if wanted is torch.float32 else torch.autocast(device.type, wanted)
 
 
 def batch_of_sources(model: Seq2Seq, sources: Sequence[Ids], config: TrainingConfig) -> dict[str, Any]:
@@ -520,7 +520,7 @@ class TrainingStep:
 
         from calibeam.engine.ops import cast_at_once
 
-        with autocast(self._model.device), cast_at_once([] if self._sharded else self._blocks):
+        with autocast(self._model.device, self._config), cast_at_once([] if self._sharded else self._blocks):
             figures = self._sharded(lambda: self._problem.loss(batch)) if self._sharded else self._problem.loss(batch)
         loss = figures["loss"] / batch["weight"]
         if self._sharded:
@@ -618,9 +618,10 @@ def is_sharded(config: TrainingConfig) -> bool:
 def _shard(model: Any, config: TrainingConfig, problem: Problem) -> Sharded | None:
     if not is_sharded(config):
         return None
+    from calibeam import seq2seq
     from calibeam.engine.sharding import Sharded
 
-    return Sharded(model, problem.frozen)
+    return Sharded(model, seq2seq.dtype_named(config.dtype, model.device), problem.frozen)
 
 
 def _show(figures: dict[str, float]) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from rouge_score import rouge_scorer
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
 
@@ -428,6 +429,60 @@ def test_it_says_how_far_the_likelihoods_of_a_source_lie_apart(
         calibrate.run(calibrate.Config(data=data, model=tuned, scored=scored, output=output, loss=loss, **size))
         said = " ".join(capsys.readouterr().out.split())
         assert f"; lambda 1{margin}; log P of a source's candidates spans {mean:.3g} on average" in said
+
+
+# The type of products
+
+
+def figures_in(dtype: str, places: dict[str, str], candidates: str, scored: str, output: Path) -> dict[str, list[float]]:
+    """Of every stage that runs a model, on a CPU, all of them with the same model, candidates and scores."""
+    small = {"batch_size": 8, "max_steps": 1, "select_examples": 2, "select_num_beams": 2, **LENGTHS}
+    given = {**places, "device": "cpu", "dtype": dtype}
+    search = {**SEARCH, "num_candidates": (2,), "max_target_length": 10}
+    tuned = finetune.run(finetune.Config(**given, **small, output=str(output / "tuned")))
+    found = decode.run(decode.Config(**given, **SEARCH, output=str(output / "decode")))
+    compared = score.run(score.Config(**given, candidates=candidates, output=str(output / "score")))
+    last = calibrate.run(calibrate.Config(**given, **small, scored=scored, output=str(output / "calibrated")))
+    evaluation = evaluate.run(evaluate.Config(**given, **search, output=str(output / "evaluate")))
+    assert {weight.dtype for weight in load_file(last / "model" / "model.safetensors").values()} == {torch.float32}
+    logs = {folder.name: [*map(json.loads, (folder / "log.jsonl").read_text().splitlines())] for folder in (tuned, last)}
+    return {
+        **{name: [record["train"]["loss"] for record in records if "train" in record] for name, records in logs.items()},
+        **{f"{name}, validation": [records[0]["validation"]["perplexity"]] for name, records in logs.items()},
+        "divergence": [record["train"]["regularization"] for record in logs["calibrated"] if "train" in record],
+        "decode": [row["log_p"][0] for row in decoded(found)],
+        "score": [row["similarity"][0] for row in store.read(compared, "score").rows("scored", store.SCORED)],
+        "evaluate": [json.loads((evaluation / "results.json").read_text())["perplexity"]],
+    }
+
+
+@pytest.mark.parametrize("family", ["t5", "bart", "pegasus", "m2m_100"])
+def test_products_are_in_the_type_that_is_asked_for(family: str, tmp_path: Path, data: str, tokenizer: Any) -> None:
+    """A bfloat16 has 8 bits where a float32 has 24: figures are near, and not the same. On a CPU, nobody gets it unasked."""
+    start = tmp_path / "start"
+    seq2seq.save(Seq2Seq(tiny_model(family, 0, len(tokenizer)), tokenizer), start)
+    places = {"data": data, "model": str(start)}
+    candidates = str(decode.run(decode.Config(**places, **SEARCH, output=str(tmp_path / "decode"))))
+    scored = str(score.run(score.Config(**places, candidates=candidates, output=str(tmp_path / "score"))))
+    plain, usual, short = (
+        figures_in(dtype, places, candidates, scored, tmp_path / dtype) for dtype in ("float32", "auto", "bfloat16")
+    )
+    assert plain == usual
+    for figure, values in plain.items():
+        if figure == "divergence":  # before the first step: in both of two models' passes the rounding is the same
+            assert max(map(abs, short[figure])) < 1e-3
+            continue
+        assert short[figure] != values, figure
+        assert short[figure] == pytest.approx(values, rel=0.1, abs=0.1), figure
+
+
+def test_what_was_made_in_another_type_is_not_taken_for_this(tmp_path: Path, data: str, tuned: str) -> None:
+    settings = {"data": data, "model": tuned, "output": str(tmp_path / "decode"), "split": "validation", **SEARCH}
+    decode.run(decode.Config(**settings))
+    with pytest.raises(CalibeamError, match=r"settings\.dtype: 'auto' before, 'bfloat16' now"):
+        decode.run(decode.Config(**settings, dtype="bfloat16"))
+    with pytest.raises(CalibeamError, match="dtype must be one of auto, float32, bfloat16, got 'float16'"):
+        decode.Config(**settings, dtype="float16")
 
 
 def test_rows_without_ids_do_not_mix_the_splits(tmp_path: Path, tuned: str) -> None:

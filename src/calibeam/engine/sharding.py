@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
-from calibeam import distributed, families, seq2seq
+from calibeam import distributed, families
 from calibeam.records import CalibeamError
 
 Found = TypeVar("Found")
@@ -43,10 +43,10 @@ def unit(block: families.Block) -> _Unit | None:
 class Sharded:
     """A model, and perhaps one that is frozen and at work beside it, with the weights of both shared out.
 
-    Where products are computed in bfloat16, the weights of a block are gathered in that type; gradients are added up in float32.
+    dtype: of products, in which the weights of a block are gathered; gradients are added up in float32.
     """
 
-    def __init__(self, model: Any, frozen: Any = None) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, frozen: Any = None) -> None:
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -55,7 +55,7 @@ class Sharded:
         if families.anatomy(model) is None:
             raise CalibeamError(f"shard_model needs a model of one of these kinds: {', '.join(families.FAMILIES)}")
         mesh = init_device_mesh(model.device.type, (distributed.size(),))
-        narrow = MixedPrecisionPolicy(seq2seq.fast_dtype(model.device), torch.float32, cast_forward_inputs=False)
+        narrow = MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
         blocks = [block for each in models for block in families.blocks(each)]
         self._units: dict[nn.Module, Any] = {block.contract: _Unit(*block.layers) for block in blocks}
         for unit in self._units.values():

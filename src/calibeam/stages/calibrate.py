@@ -117,7 +117,7 @@ def run(config: Config, *, force: bool = False) -> Path:
         if _regularizer(config) in WITHOUT_REFERENCE:
             return None
         off = adapter.off if adapter else None
-        if reference.pays(model, pairs.targets, plan.steps * config.batch_size):
+        if reference.pays(model, pairs.targets, config, plan.steps * config.batch_size):
             return reference.Remembered(model, pairs.sources, pairs.targets, config, off or nullcontext)
         return reference.Running(model if off else seq2seq.load(start.path, device=config.device), off)
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from calibeam import display, shards, store
 from calibeam.paper.decoding import DECODERS
-from calibeam.recipe import LENGTHS, StageConfig, option
+from calibeam.recipe import LENGTHS, ModelStageConfig, StageConfig, option
 from calibeam.records import CalibeamError
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Decoder:
 
     @cached_property
     def tuned(self) -> Seq2Seq:
-        return load_for_inference(self.model, self.config.device)
+        return load_for_inference(self.model, self.config)
 
     def load(self) -> Seq2Seq:
         return self.tuned
@@ -133,10 +133,11 @@ def search_settings(config: Any) -> dict[str, Any]:
     return {name: getattr(config, name) for name in names}
 
 
-def load_for_inference(folder: Path, device: str) -> Seq2Seq:
+def load_for_inference(folder: Path, config: ModelStageConfig) -> Seq2Seq:
     from calibeam import seq2seq
 
-    return seq2seq.load(folder, device=device, dtype=seq2seq.fast_dtype(seq2seq.best_device(device)))
+    dtype = seq2seq.dtype_named(config.dtype, seq2seq.best_device(config.device))
+    return seq2seq.load(folder, device=config.device, dtype=dtype)
 
 
 def check_lengths(stage: str, config: StageConfig, positions: int | None) -> None:

@@ -31,13 +31,13 @@ from calibeam.records import CalibeamError, Example, some_of
 from calibeam.stages.decode import check_lengths, check_output_length, check_search, decode_sources, load_for_inference
 from calibeam.stages.score import BERTSCORE, SimilarityConfig, similarities
 from calibeam.tasks import TASKS
+from calibeam.training import ExamplesConfig, autocast
 
 if TYPE_CHECKING:
     import numpy as np
 
     from calibeam.bertscore import BertScore
     from calibeam.seq2seq import Seq2Seq
-    from calibeam.training import ExamplesConfig
 
 OUTPUTS = pa.schema([
     ("setting", pa.string()), ("id", pa.string()), ("output", pa.string()), ("log_p", pa.float32()),
@@ -190,11 +190,11 @@ class Evaluator:
 
     @cached_property
     def evaluated(self) -> Seq2Seq:
-        return load_for_inference(self.model, self.config.device)
+        return load_for_inference(self.model, self.config)
 
     @cached_property
     def judge(self) -> Seq2Seq:
-        return self.evaluated if self.reference == self.model else load_for_inference(self.reference, self.config.device)
+        return self.evaluated if self.reference == self.model else load_for_inference(self.reference, self.config)
 
     @cached_property
     def bertscore(self) -> BertScore | None:
@@ -294,7 +294,7 @@ class Validation:
 
     def __init__(self, model: Seq2Seq, examples: Sequence[Example], config: ExamplesConfig, judge: Path | None = None) -> None:
         self._model, self._config = model, config
-        self._judge = load_for_inference(judge, config.device) if judge else model
+        self._judge = load_for_inference(judge, config) if judge else model
         self._examples = some_of(examples, config.select_examples)
         self._sources, _ = model.encode_sources([example.source for example in self._examples], config.max_source_length)
 
@@ -306,18 +306,19 @@ class Validation:
         return {name: measures[name]() for name in dict.fromkeys(("perplexity", *wanted))}
 
     def _perplexity(self) -> float:
-        return mean_perplexity(self._model, self._examples, self._config.max_source_length, self._config.max_target_length)
+        config = self._config
+        with autocast(self._model.device, config):
+            return mean_perplexity(self._model, self._examples, config.max_source_length, config.max_target_length)
 
     def _search(self) -> list[tuple[str, list[int]]]:
         """The best output for every source: its text, and its token ids."""
         from calibeam.stages.decode import decode_all
-        from calibeam.training import autocast
 
         settings = {"num_candidates": self._config.select_num_beams, "max_new_tokens": self._config.max_target_length}
 
         def outputs(some: Sequence[int]) -> list[tuple[str, list[int]]]:
             ids, sources = [self._examples[i].id for i in some], [self._sources[i] for i in some]
-            with autocast(self._model.device):
+            with autocast(self._model.device, self._config):
                 rows = decode_all(self._model, ids, sources, settings, seed=0, description="  validate")
             return [(row["texts"][0], row["token_ids"][0]) for row in rows]
 
@@ -374,12 +375,11 @@ def _log_p(model: Seq2Seq, sources: Sequence[Sequence[int]], targets: Sequence[S
 
     from calibeam import seq2seq
     from calibeam.engine.logprob import sequence_log_p
-    from calibeam.training import autocast
 
     def log_p(batch: Sequence[int]) -> float:
         input_ids, mask = model.batch([sources[index] for index in batch])
         target, target_mask = model.batch([targets[index] for index in batch])
-        with torch.no_grad(), autocast(model.device):
+        with torch.no_grad():
             return sequence_log_p(model.model, input_ids, mask, target[:, None], target_mask[:, None]).sum().item()
 
     found = distributed.spread(lambda batches: [log_p(batch) for batch in batches], seq2seq.batches_by_length(sources, 32))

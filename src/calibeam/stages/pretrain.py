@@ -23,7 +23,19 @@ from calibeam.paper.gap_sentences import GAP_SELECTIONS
 from calibeam.recipe import option
 from calibeam.records import CalibeamError
 from calibeam.stages.tokenizer import MASK_SENTENCE, MASK_TOKEN
-from calibeam.training import OPTIMIZERS, SCHEDULES, Item, Plan, Problem, TrainingConfig, batch_of_pairs, encoded, forced, train
+from calibeam.training import (
+    OPTIMIZERS,
+    SCHEDULES,
+    Item,
+    Plan,
+    Problem,
+    TrainingConfig,
+    autocast,
+    batch_of_pairs,
+    encoded,
+    forced,
+    train,
+)
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,7 +117,8 @@ def run(config: Config, *, force: bool = False) -> Path:
 
     def validate() -> dict[str, float]:
         sources, targets = [e.source.tolist() for e in held_out], [e.target.tolist() for e in held_out]
-        return {"perplexity": perplexity_of(model, sources, targets)} if held_out else {}
+        with autocast(model.device, config):
+            return {"perplexity": perplexity_of(model, sources, targets)} if held_out else {}
 
     workers = min(8, (os.cpu_count() or 1) - 1) if config.workers is None else config.workers
     stream = Stream(files, config, task, batch_size=config.batch_size, buffer_size=config.buffer_size, workers=workers)

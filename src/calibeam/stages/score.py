@@ -143,7 +143,7 @@ class Scorer:
 
     @cached_property
     def tuned(self) -> Seq2Seq:
-        return load_for_inference(self.model, self.config.device)
+        return load_for_inference(self.model, self.config)
 
     @cached_property
     def function(self) -> Callable[[Outputs, Outputs], Tensor]:
