@@ -168,7 +168,9 @@ def _toml(value: Any) -> str:
 
 @app.command(cls=_StudyHelp, short_help="repeat one of the paper's studies around a recipe")
 def study(
-    name: Annotated[str, typer.Argument(metavar="NAME", help="ablation, decoding, length, scaling or final")],
+    names: Annotated[
+        str, typer.Argument(metavar="NAME[,NAME]", help="ablation, decoding, length, scaling, final, or several of them")
+    ],
     recipe_file: Annotated[Path, typer.Argument(metavar="RECIPE.toml")],
     settings: Annotated[list[str] | None, typer.Argument(metavar="STAGE.KEY=VALUE")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="show the plan and its cost, and do nothing")] = False,
@@ -176,7 +178,7 @@ def study(
     force: Force = False,
     allow_code: AllowCode = False,
 ) -> None:
-    """Run one of the paper's studies around a recipe: ablation, decoding, length, scaling or final.
+    """Run the paper's studies around a recipe: ablation, decoding, length, scaling, final, or several with commas between.
 
     Reads:   a recipe, with a [study] table of what is tried (docs/studies.md)
 
@@ -189,9 +191,9 @@ def study(
 
     tables = recipe.override(recipe.read(recipe_file), settings or [], allow_code=allow_code)
     if dry_run:
-        studies.show(name, tables)
+        studies.show(names, tables)
     else:
-        studies.run(name, tables, jobs=jobs, force=force)
+        studies.run(names, tables, jobs=jobs, force=force)
 
 
 @app.command(short_help="predict time, memory, storage and cost")

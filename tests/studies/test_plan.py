@@ -200,6 +200,31 @@ def test_the_learning_rate_that_a_recipe_names_is_the_one_tried() -> None:
     assert (of(point.measured, "calibrate").learning_rate, point.trials) == (3e-4, ())
 
 
+def test_beta_is_the_recipes_own_for_its_own_loss_around_the_recipe() -> None:
+    tables = {**RECIPE, "study": {"around": "recipe"}, "calibrate": {"beta": 2.0, "learning_rate": 1e-5}}
+    plan = {tuple(row.labels.values()): row.points for row in studies.plan("ablation", tables)[-1]}
+    assert [of(point.measured, "calibrate").beta for point in plan["loss", "rank"]] == [2.0]
+    assert [point.tried["beta"] for point in plan["loss", "margin"]] == [0.1, 1.0, 10.0]
+    assert not plan["loss", "reward"][0].tried
+    plan = {tuple(row.labels.values()): row.points for row in studies.plan("ablation", {**tables, "study": {}})[-1]}
+    assert [point.tried["beta"] for point in plan["loss", "rank"]] == [0.1, 1.0, 10.0]
+
+
+def test_a_study_may_have_a_table_of_its_own() -> None:
+    tasks = {"samsum": {"calibrate": {"beta": 3.0}}, "xsum": {}}
+    own = {"decoding": {"tasks": ["samsum"], "calibrated_on": ["beam"]}, "final": {"split": "validation"}}
+    tables = {**RECIPE, "prepare": {"path": "data/{task}"}, "study": {"tasks": tasks, "num_candidates": [1, 2], **own}}
+    decoding, final, length = (studies.plan(name, tables)[-1] for name in ("decoding", "final", "length"))
+    assert {(row.task, row.labels["model"]) for row in decoding} == {
+        ("samsum", "fine-tuned"), ("samsum", "fine-tuned, alpha"), ("samsum", "calibrated on beam"),
+    }  # fmt: skip
+    assert of(decoding[-1].points[0].measured, "calibrate").beta == 3.0
+    assert {row.task for row in final} == {row.task for row in length} == {"samsum", "xsum"}
+    assert {row.points[0].measured.config.split for row in final} == {"validation"}
+    with pytest.raises(CalibeamError, match=r"study\.final must be a table"):
+        studies.plan("final", {**RECIPE, "study": {"final": 3}})
+
+
 def test_a_task_by_name_is_not_read_from_the_files_of_the_recipe() -> None:
     files = {"train": "a.jsonl", "validation": "b.jsonl"}
     found = of(rows("final", 'study.tasks=["xsum"]', prepare=files)[0].points[0].measured, "prepare")

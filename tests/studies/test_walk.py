@@ -89,17 +89,22 @@ def test_several_at_once_end_as_one_after_the_other_even_when_stopped_on_their_w
     assert found("out") == several
 
 
-def test_what_fails_is_told_with_its_step_and_ends_the_others(place: Path) -> None:
+def test_what_fails_is_told_with_its_step_and_the_others_go_on(place: Path) -> None:
+    """Of two studies, one has a row that needs what failed; the other has all of its rows."""
     from calibeam import recipe
 
     _, _, rows = studies.plan("final", recipe.read(Path("recipe.toml")))
     obstacle = Path(rows[1].points[0].measured.config.model)
     obstacle.mkdir(parents=True)
     (obstacle / "something else").touch()
-    ended = forked.run(COMMAND, ENVIRONMENT, place, 240)
+    alone = [*COMMAND[:1], "final,length", *COMMAND[2:], "study.length.learning_rates=[1e-4]", "study.length.alphas=[1.0]"]
+    ended = forked.run(alone, ENVIRONMENT, place, 240)
     assert ended.returncode == 2
     assert f"calibrate -> {obstacle}: {obstacle} is in use" in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stdout + ended.stderr
+    assert "What does not need this step goes on" in ended.stdout
+    assert not Path("out/final").exists()
+    assert [record["slic"] for record in studies.read(Path("out/length"))] == ["no", "no", "yes", "yes"]
 
 
 def test_a_worker_that_dies_is_told(place: Path) -> None:
@@ -112,6 +117,13 @@ def test_a_worker_that_dies_is_told(place: Path) -> None:
         said = " ".join(process.said()[1].split())
     assert "its process has died" in said
     assert "Traceback" not in said
+
+
+def test_several_studies_have_folders_of_their_own(place: Path) -> None:
+    from calibeam import recipe
+
+    with pytest.raises(CalibeamError, match="study.output is one folder for several studies"):
+        studies.run("final,length", recipe.override(recipe.read(Path("recipe.toml")), ["study.output=out/both"]))
 
 
 def test_several_processes_and_jobs_are_refused(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -40,8 +41,7 @@ def plan(name: str, tables: dict[str, Any]) -> tuple[Config, list[Subject], list
     pipeline.check_tables(tables)
     if "output" not in tables:
         raise CalibeamError("the recipe needs output, the folder of the run")
-    settings = {"output": str(Path(tables["output"]) / name), **tables.get(STUDY, {})}
-    config: Config = recipe.build(Config, STUDY, settings)
+    config: Config = recipe.build(Config, STUDY, {"output": str(Path(tables["output"]) / name), **_settings(name, tables)})
     found = subjects(tables, config, config.split or study.SPLIT)
     rows = study.rows(found, config)
     if not rows:
@@ -49,14 +49,44 @@ def plan(name: str, tables: dict[str, Any]) -> tuple[Config, list[Subject], list
     return config, found, rows
 
 
-def run(name: str, tables: dict[str, Any], *, jobs: int = 1, force: bool = False) -> Path:
+def _settings(name: str, tables: dict[str, Any]) -> dict[str, Any]:
+    """What the recipe's [study] table says for this study: its own table in there, [study.NAME], over what is for all."""
+    shared = {key: value for key, value in tables.get(STUDY, {}).items() if key not in STUDIES}
+    own = tables.get(STUDY, {}).get(name, {})
+    if not isinstance(own, dict):
+        raise CalibeamError(f"study.{name} must be a table of settings for this study, got {own!r}")
+    known = shared.get("tasks")
+    if isinstance(known, dict) and isinstance(own.get("tasks"), list):  # some of those that are described there
+        own = {**own, "tasks": {task: known.get(task, {}) for task in own["tasks"]}}
+    return {**shared, **own}
+
+
+def run(names: str, tables: dict[str, Any], *, jobs: int = 1, force: bool = False) -> list[Path]:
     """Run what is not there yet, so many steps at once, choose on validation what is to be chosen, measure, and write the tables
-    and the figure."""
-    study = load(name)
-    config, tasks, rows = plan(name, tables)
-    pipeline.check_models(preview.expected(rows))
-    found = zip(rows, walk(rows, jobs=jobs, force=force), strict=True)
-    return Path(distributed.by_first(lambda: str(_tabulate(name, study, config, tasks, [find(*each) for each in found]))))
+    and the figures. names: a study's, or those of several with commas between, which share their steps."""
+    plans = {name: plan(name, tables) for name in _split(names)}
+    if len({config.output for config, _, _ in plans.values()}) < len(plans):
+        raise CalibeamError("study.output is one folder for several studies: leave it out, and each has its own")
+    every = [row for _, _, rows in plans.values() for row in rows]
+    pipeline.check_models(preview.expected(every))
+    points, errors = walk(every, jobs=jobs, force=force)
+    measured, places = iter(points), []
+    for name, (config, tasks, rows) in plans.items():
+        own = [*zip(rows, measured, strict=False)]
+        found = [find(row, point) for row, point in own if point is not None]
+        if len(found) == len(rows):
+            places.append(Path(distributed.by_first(partial(_tabulated, name, config, tasks, found))))
+    if errors:
+        raise min(errors, key=lambda error: isinstance(error, CalibeamError))  # a mistake of ours before one of the settings
+    return places
+
+
+def _split(names: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in names.split(",")))
+
+
+def _tabulated(name: str, config: Config, tasks: Sequence[Subject], found: Sequence[Found]) -> str:
+    return str(_tabulate(name, load(name), config, tasks, found))
 
 
 def _tabulate(name: str, study: Any, config: Config, tasks: Sequence[Subject], found: Sequence[Found]) -> Path:
@@ -78,9 +108,9 @@ def read(place: Path) -> list[Record]:
     return json.loads((found.path / "table.json").read_text(encoding="utf-8"))["records"]
 
 
-def show(name: str, tables: dict[str, Any]) -> None:
+def show(names: str, tables: dict[str, Any]) -> None:
     """The plan and its cost. Writes nothing."""
-    preview.show(name, plan(name, tables)[-1])
+    preview.show(names, [row for name in _split(names) for row in plan(name, tables)[-1]])
 
 
 def _write(study: Any, name: str, made: Sequence[Record], config: Config, output: store.Output) -> None:

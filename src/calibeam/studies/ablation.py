@@ -74,7 +74,7 @@ def _rows(subject: Subject, config: Config) -> Iterator[Row]:
                 CALIBRATED,
                 own,
                 learning_rates=subject.learning_rates if factor.takes_best else (),
-                betas=config.betas if factor.takes_best and name != "reward" else (),
+                betas=subject.betas(LOSSES[name]) if factor.takes_best else (),
             )
             yield Row(subject.task, {"group": group, "row": name}, points, BASELINE)
 

@@ -30,7 +30,10 @@ def _rows(subject: Subject, config: Config) -> Iterator[Row]:
     models = {
         "fine-tuned": (FINE_TUNED, held, (0.0,)),
         "fine-tuned, alpha": (FINE_TUNED, held, config.alphas),
-        **{f"calibrated on {name}": (CALIBRATED, overlay(held, decoder(subject.tables, name)), (0.0,)) for name in METHODS},
+        **{
+            f"calibrated on {name}": (CALIBRATED, overlay(held, decoder(subject.tables, name)), (0.0,))
+            for name in config.calibrated_on
+        },
     }
     for name, (model, patch, alphas) in models.items():
         for method in METHODS:

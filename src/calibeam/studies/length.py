@@ -35,8 +35,7 @@ def _rows(subject: Subject, config: Config) -> Iterator[Row]:
     held = overlay(SHARED, decoder(subject.tables, "beam"), {"calibrate": {"regularizer": "cross_entropy"}})
     if config.around == "recipe":
         held = {}
-    loss = subject.tables.get("calibrate", {}).get("loss", "rank")
-    rates, betas = subject.learning_rates, () if loss == "reward" else config.betas
+    rates, betas = subject.learning_rates, subject.betas(subject.loss)
     for alpha, alphas in (("no", (0.0,)), ("yes", config.alphas)):
         yield Row(subject.task, {"slic": "no", "alpha": alpha}, subject.points(FINE_TUNED, held, alphas=alphas), BASELINE)
     for alpha, alphas in (("no", (0.0,)), ("yes", config.alphas)):

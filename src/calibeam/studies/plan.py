@@ -16,9 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from calibeam import pipeline, presets
+from calibeam.paper.decoding import DECODERS
 from calibeam.pipeline import Step
 from calibeam.recipe import LENGTHS, PLACES, StageConfig, option
 from calibeam.records import CalibeamError
+from calibeam.stages.calibrate import Config as Calibrate
 from calibeam.stages.evaluate import Config as Evaluate
 from calibeam.tasks import TASKS
 
@@ -26,6 +28,7 @@ Tables = Mapping[str, Any]
 FINE_TUNED, CALIBRATED = "evaluate/finetuned", "evaluate/calibrated"
 LEARNING_RATES = (1e-6, 3e-6, 1e-5)
 """Those of the paper's final results, by its appendix."""
+BETAS = (0.1, 1.0, 10.0)
 FACTORS = ("similarity", "loss", "regularizer", "decoding", "checkpoint")
 
 
@@ -46,15 +49,20 @@ class Config(StageConfig):
     learning_rates: tuple[float, ...] = option(
         (), "those tried where the paper took the best; the recipe's own if not given, or else the paper's", above=0
     )
-    betas: tuple[float, ...] = option((0.1, 1.0, 10.0), "likewise", at_least=0)
+    betas: tuple[float, ...] = option(
+        (), f"likewise; with around=recipe its own for its own loss, or else {', '.join(map(str, BETAS))}", at_least=0
+    )
     alphas: tuple[float, ...] = option((0.0, 0.25, 0.5, 0.75, 1.0, 1.25), "tried with the fine-tuned model", at_least=0)
+    calibrated_on: tuple[str, ...] = option(
+        ("beam", "nucleus"), "decoding: by what candidates are made", choices=lambda: DECODERS
+    )
     num_candidates: tuple[int, ...] = option((1, 2, 5, 10, 20), "decoding and scaling: candidates per source", at_least=1)
     num_beams: int = option(5, "beams elsewhere, and to choose by on validation", at_least=1)
     calibrated_num_beams: int = option(10, "final: beams of the calibrated model", at_least=1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("factors", "betas", "alphas", "num_candidates"):
+        for name in ("factors", "alphas", "calibrated_on", "num_candidates"):
             if not getattr(self, name):
                 raise CalibeamError(f"{name} must not be empty")
 
@@ -115,6 +123,16 @@ class Subject:
         """Those to try. A recipe that names one means it."""
         own = self.tables.get("calibrate", {}).get("learning_rate")
         return self.config.learning_rates or (LEARNING_RATES if own is None else (own,))
+
+    @property
+    def loss(self) -> str:
+        """The recipe's own."""
+        return self.tables.get("calibrate", {}).get("loss", Calibrate.loss)
+
+    def betas(self, loss: str) -> tuple[float, ...]:
+        """Those to try with a loss; none where there is nothing to try."""
+        is_own = self.config.around == "recipe" and loss == self.loss
+        return () if loss == "reward" else self.config.betas or (() if is_own else BETAS)
 
     def points(
         self,

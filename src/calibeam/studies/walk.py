@@ -21,8 +21,9 @@ from calibeam.studies.plan import Point, Row, in_order
 from calibeam.studies.results import best
 
 
-def walk(rows: Sequence[Row], *, jobs: int = 1, force: bool = False) -> list[Point]:
-    """Run the steps, verifying and keeping those that are there, and choose what is to be chosen. The point of every row."""
+def walk(rows: Sequence[Row], *, jobs: int = 1, force: bool = False) -> tuple[list[Point | None], list[Exception]]:
+    """Run the steps, verifying and keeping those that are there, and choose what is to be chosen. The point of every row that
+    was measured, and what went wrong. Several at once go on without what needs a step that failed; one at a time ends there."""
     if jobs > 1 and distributed.size() > 1:
         raise CalibeamError("--jobs starts its own processes, one for every step at work: start it alone, without torchrun")
     agenda = Agenda(rows)
@@ -30,16 +31,22 @@ def walk(rows: Sequence[Row], *, jobs: int = 1, force: bool = False) -> list[Poi
         while step := agenda.begin():
             step.run(force=force)
             agenda.finish(step)
-        return agenda.points()
+        return agenda.points(), []
+    errors: list[Exception] = []
     with Workers(min(jobs, agenda.total)) as workers, display.Bar("steps", agenda.total) as bar:
         while True:
             while workers.are_free and (step := agenda.begin()):
                 workers.start(step, force)
             bar.advance(0, "at work: " + ", ".join(Path(step.config.output).name for step in workers.at_work))
             if not workers.at_work:
-                return agenda.points()
-            for step in workers.finished():
-                agenda.finish(step)
+                return agenda.points(), errors
+            for step, error in workers.finished():
+                if error is None:
+                    agenda.finish(step)
+                else:
+                    what = error if isinstance(error, CalibeamError) else f"{step.stage} -> {step.config.output}: failed"
+                    display.say(f"{what}\nWhat does not need this step goes on", style="yellow")
+                    errors.append(error)
                 bar.advance()
 
 
@@ -67,8 +74,9 @@ class Agenda:
         self._done.add(step.config.output)
         self._look()
 
-    def points(self) -> list[Point]:
-        return [self._chosen[place] for place in range(len(self._rows))]
+    def points(self) -> list[Point | None]:
+        chosen = map(self._chosen.get, range(len(self._rows)))
+        return [point if point and self._are_done([point.measured]) else None for point in chosen]
 
     def _look(self) -> None:
         """What is known of the rows by now."""
@@ -124,26 +132,27 @@ class Workers:
         worker.connection.send((step, force))
         self._at_work[worker] = step
 
-    def finished(self) -> Iterator[Step]:
-        """Those that end next, when they have."""
+    def finished(self) -> Iterator[tuple[Step, Exception | None]]:
+        """Those that end next, when they have, and what went wrong with them."""
         by_connection = {worker.connection: worker for worker in self._at_work}
         for connection in wait([*by_connection]):
             worker = by_connection[cast("Connection", connection)]
-            step = self._at_work.pop(worker)
+            step, error = self._at_work.pop(worker), None
             try:
                 error = worker.connection.recv()
             except (EOFError, OSError):
-                raise CalibeamError(
+                error = CalibeamError(
                     f"{step.stage} -> {step.config.output}: its process has died; is there too little memory? Try fewer --jobs"
-                ) from None
+                )
+                worker.end()
+                worker = _Worker(worker.gpu, worker.cores)
             self._free.append(worker)
-            if error is not None:
-                raise error
-            yield step
+            yield step, error
 
 
 class _Worker:
     def __init__(self, gpu: str | None, cores: int) -> None:
+        self.gpu, self.cores = gpu, cores
         spawning = get_context("spawn")  # a fork could inherit locks that threads of libraries hold
         self.connection, theirs = spawning.Pipe()
         self._process = spawning.Process(target=_work, args=(theirs, gpu, cores))
