@@ -122,7 +122,7 @@ def test_a_worker_that_dies_is_told(place: Path) -> None:
 def test_several_studies_have_folders_of_their_own(place: Path) -> None:
     from calibeam import recipe
 
-    with pytest.raises(CalibeamError, match="study.output is one folder for several studies"):
+    with pytest.raises(CalibeamError, match=r"study\.output is one folder for several studies"):
         studies.run("final,length", recipe.override(recipe.read(Path("recipe.toml")), ["study.output=out/both"]))
 
 
