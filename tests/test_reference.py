@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from calibeam import reference, seq2seq
+from calibeam.engine import layout
 from calibeam.lora import Adapter
 from calibeam.paper.regularization import REGULARIZERS, WITHOUT_REFERENCE
 from calibeam.reference import Remembered, Running
@@ -144,3 +145,34 @@ def test_none_is_made_where_nothing_reads_it(tokenizer: Any) -> None:
     batch = step.batch([*pairs.sources], [*pairs.targets], rows, range(COUNT))
     assert not {"remembered", "target", "target_plan"} & batch.keys()
     assert step.loss(batch)["regularization"] > 0
+
+
+@pytest.mark.parametrize("frozen", ["remembered", "running"])
+@pytest.mark.parametrize("family", ["t5", "bart", "pegasus"])
+def test_sources_that_share_rows_change_neither_loss_nor_gradient(
+    family: str, frozen: str, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A whole step of calibration, the target of every source beside its candidates, in float64 but for T5's norms."""
+    model, copied = (Seq2Seq(tiny_model(family, 0, len(tokenizer)).double(), tokenizer) for _ in range(2))
+    config = a_config()
+    pairs, rows = pairs_of(model, config), candidates_of(model)
+    given = [*pairs.sources], [*pairs.targets], rows, range(COUNT), range(COUNT)
+    reads = Remembered(model, pairs.sources, pairs.targets, config) if frozen == "remembered" else Running(copied)
+    trained, found = disturbed(model.model), []
+    monkeypatch.setattr(layout, "_work", lambda rows, length, nodes, size: rows * (length + nodes))  # attention costs nothing
+    for shared in (True, False):
+        if not shared:
+            monkeypatch.setattr(layout, "share", lambda *_: None)
+        step = calibrate.CalibrationStep(model, reads, config)
+        batch = step.batch(*given)
+        assert (len(batch["input_ids"]) < COUNT) == ("row" in batch) == shared
+        figures = step.loss(batch)
+        assert figures["regularization"] > 1e-3
+        found.append((figures, torch.autograd.grad(figures["loss"], trained, allow_unused=True)))
+    (ours, gradients), (theirs, expected) = found
+    tolerance = 1e-4 if family == "t5" else 1e-9
+    for figure in ours:
+        assert ours[figure].item() == pytest.approx(theirs[figure].item(), rel=tolerance)
+    for left, right in zip(gradients, expected, strict=True):
+        assert (left is None) == (right is None)
+        assert left is None or torch.allclose(left, right, rtol=tolerance, atol=tolerance)

@@ -146,14 +146,19 @@ def anatomy(model: Any, dtype: torch.dtype | None = None) -> Anatomy | None:
     """None for a family that is not known here. Weights of another type than the one wanted are copied."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise CalibeamError("prompts learnt by peft are not part of the model, and calibeam cannot run them")
-    family, decoder, head = FAMILIES.get(model.config.model_type), model.get_decoder(), model.get_output_embeddings()
-    if family is None or type(head) is not nn.Linear:
+    if not is_known(model):
         return None
+    family, decoder, head = FAMILIES[model.config.model_type], model.get_decoder(), model.get_output_embeddings()
     if dtype is not None and next(decoder.parameters()).dtype != dtype:
         decoder, head = copy.deepcopy(decoder).to(dtype), copy.deepcopy(head).to(dtype)
     stack, (bias, scale) = family.stack(model.config, decoder), family.head(model)
     bias = None if bias is None else bias.to(head.weight.dtype)
     return Anatomy(**vars(stack), head_weight=head.weight, head_bias=bias, head_scale=scale)
+
+
+def is_known(model: Any) -> bool:
+    """Whether `anatomy` has an answer."""
+    return model.config.model_type in FAMILIES and type(model.get_output_embeddings()) is nn.Linear
 
 
 def encoder(model: Any) -> Stack | None:

@@ -50,7 +50,7 @@ class Running:
 
     def inputs(self, places: Sequence[int], batch: Batch) -> dict[str, Any]:
         target, mask = (batch[name][:, :1].contiguous() for name in ("token_ids", "token_mask"))
-        return planned_targets(self._tuned, target, mask)
+        return planned_targets(self._tuned, target, mask, batch)
 
     def at_target(self, batch: Batch) -> AtTarget:
         import torch

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from calibeam.checkpoint import Position
     from calibeam.engine.graphs import Batch
     from calibeam.engine.packing import Forced, Source
+    from calibeam.engine.packing import Plan as Packed
     from calibeam.engine.sharding import Sharded
     from calibeam.seq2seq import Ids, Seq2Seq
 
@@ -419,38 +420,60 @@ def autocast(device: torch.device, config: ModelStageConfig) -> AbstractContextM
     return nullcontext() if wanted is torch.float32 else torch.autocast(device.type, wanted)
 
 
-def batch_of_sources(model: Seq2Seq, sources: Sequence[Ids], config: TrainingConfig) -> dict[str, Any]:
-    """On the host."""
-    input_ids, mask = model.roomy_batch(sources, config.max_source_length, per_octave=2)
-    return {"input_ids": input_ids, "mask": mask, "whole": bool(mask.all())}
+def batch_of_sources(
+    model: Seq2Seq, sources: Sequence[Ids], config: TrainingConfig, token_ids: Tensor | None = None, mask: Tensor | None = None
+) -> dict[str, Any]:
+    """On the host; short ones share rows where that is less work, if what is to be written for them is given. [batch,
+    sequences, length] each"""
+    from calibeam import families
+    from calibeam.engine import layout
+    from calibeam.engine.packing import distinct_prefixes
+
+    if token_ids is not None and mask is not None and families.is_known(model.model):
+        nodes = distinct_prefixes(token_ids.numpy(), mask.numpy())
+        found = layout.share([*map(len, sources)], nodes, model.model.config.hidden_size, model.device)
+        if found:
+            return layout.side_by_side(sources, *found, model.ids.pad, model.device)
+    input_ids, seen = model.roomy_batch(sources, config.max_source_length, per_octave=2)
+    return {"input_ids": input_ids, "mask": seen, "whole": bool(seen.all())}
 
 
-def batch_of_pairs(model: Seq2Seq, sources: Sequence[Ids], targets: Sequence[Ids], config: TrainingConfig) -> dict[str, Any]:
-    """Sources and a target of each, on the host."""
+def batch_of_pairs(
+    model: Seq2Seq, sources: Sequence[Ids], targets: Sequence[Ids], config: TrainingConfig, *, apart: bool = False
+) -> dict[str, Any]:
+    """Sources and a target of each, on the host. apart: every source has a row of its own."""
     target, mask = (each[:, None] for each in model.roomy_batch(targets, config.max_target_length))
-    return batch_of_sources(model, sources, config) | planned_targets(model, target, mask)
+    batch = batch_of_sources(model, sources, config, *(() if apart else (target, mask)))
+    return batch | planned_targets(model, target, mask, batch)
 
 
-def planned_targets(model: Seq2Seq, target: Tensor, mask: Tensor) -> dict[str, Any]:
-    """What `forced` reads beside the sources. [batch, 1, length] each"""
+def planned_targets(model: Seq2Seq, target: Tensor, mask: Tensor, batch: Batch) -> dict[str, Any]:
+    """What `forced` reads beside the sources of a batch. [batch, 1, length] each"""
+    return {"target": target, "target_mask": mask, "target_plan": planned(model, target, mask, batch)}
+
+
+def planned(model: Seq2Seq, token_ids: Tensor, mask: Tensor, batch: Batch, *, first: int = 0) -> Packed:
+    """For sequences [batch, sequences, length] of the sources of a batch."""
     from calibeam.engine.packing import plan
 
-    planned = plan(target, mask, model.model.config.hidden_size, model.device)
-    return {"target": target, "target_mask": mask, "target_plan": planned}
+    size, rows = model.model.config.hidden_size, len(batch["input_ids"])
+    return plan(token_ids, mask, size, model.device, first=first, rows=rows, row=batch.get("row"))
 
 
 def encoded(model: Any, batch: Batch) -> Source:
     """The sources of such a batch."""
+    from calibeam.engine.layout import Shared
     from calibeam.engine.packing import Source
 
-    return Source(model, batch["input_ids"], batch["mask"], whole=batch["whole"], often=True)
+    shared = Shared(batch["segment"], batch["position"]) if "row" in batch else None
+    return Source(model, batch["input_ids"], batch["mask"], whole=batch["whole"], often=True, shared=shared)
 
 
 def forced(source: Source, batch: Batch) -> Forced:
     """What the decoder makes of their targets."""
     from calibeam.engine.packing import Forced, plant
 
-    return Forced(source, plant(source.model, batch["target"], batch["target_mask"], batch["target_plan"]))
+    return Forced(source, plant(source.model, batch["target"], batch["target_mask"], batch["target_plan"], batch.get("row")))
 
 
 class TrainingStep:

@@ -7,12 +7,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from calibeam import seq2seq
-from calibeam.engine import packing
+from calibeam.engine import layout, packing
 from calibeam.engine.packing import Forced, Source, plant
 from calibeam.paper import likelihood
 from calibeam.paper.calibration import CALIBRATION_LOSSES
@@ -33,14 +34,14 @@ def sources() -> tuple[Tensor, Tensor]:
 def sequences(shared: bool, seed: int = 0, count: int = SEQUENCES) -> tuple[Tensor, Tensor]:
     """Of a source: ragged ones that begin alike, as beams do; or ones of a length that have nothing in common."""
     rng = random.Random(seed)  # noqa: S311
-    rows = []
+    written = []
     for _ in range(SOURCES):
         stem = [rng.randrange(2, VOCABULARY) for _ in range(LENGTH)]
         for number in range(count):
             begin = rng.randrange(3, LENGTH - 1) if shared else 0
             rest = rng.randrange(1, LENGTH - begin + 1) if number and shared else LENGTH - begin
-            rows.append([*stem[:begin], *(rng.randrange(2, VOCABULARY) for _ in range(rest - 1)), EOS])
-    ids, mask = seq2seq.pad_rows(rows, PAD)
+            written.append([*stem[:begin], *(rng.randrange(2, VOCABULARY) for _ in range(rest - 1)), EOS])
+    ids, mask = seq2seq.pad_rows(written, PAD)
     return ids.view(SOURCES, count, -1), mask.view(SOURCES, count, -1)
 
 
@@ -52,20 +53,33 @@ def test_a_tree_holds_every_prefix_once(shared: bool) -> None:
     if not shared:
         return
     for source in range(SOURCES):
-        rows = [[START, *row[keep].tolist()] for row, keep in zip(ids[source], mask[source], strict=True)]
-        prefixes = {tuple(row[: end + 1]) for row in rows for end in range(len(row) - 1)}
+        sentences = [[START, *row[keep].tolist()] for row, keep in zip(ids[source], mask[source], strict=True)]
+        prefixes = {tuple(row[: end + 1]) for row in sentences for end in range(len(row) - 1)}
         assert (tree.asked // tree.tokens.shape[1] == source).sum() == len(prefixes)
-        for number, row in enumerate(rows):
+        for number, row in enumerate(sentences):
             for step in range(len(row) - 1):
-                node = int(tree.place[source, number, step])
+                place, node = divmod(int(tree.place[source, number, step]), tree.tokens.shape[1])
+                assert place == source
                 seen = tree.reach[source, node].nonzero()[:, 0]
                 path = sorted(seen.tolist(), key=lambda node: int(tree.depth[source, node]))
                 assert [int(tree.tokens[source, node]) for node in path] == row[: step + 1]
                 assert [int(tree.depth[source, node]) for node in path] == list(range(step + 1))
 
 
-def force(model: Any, ids: Tensor, mask: Tensor, tokens: Tensor, kept: Tensor) -> Forced:
-    return Forced(Source(model, ids, mask), plant(model, tokens, kept))
+def force(model: Any, ids: Tensor, mask: Tensor, tokens: Tensor, kept: Tensor, together: bool = False, first: int = 0) -> Forced:
+    """together: the first source and the third share a row, and a last row is empty."""
+    size, device = model.config.hidden_size, torch.device("cpu")
+    if not together:
+        return Forced(Source(model, ids, mask), plant(model, tokens, kept, packing.plan(tokens, kept, size, device, first=first)))
+    texts = [row[keep].numpy() for row, keep in zip(ids, mask, strict=True)]
+    batch = layout.side_by_side(texts, np.array([0, 1, 0]), 3, PAD, device)
+    planned = packing.plan(tokens, kept, size, device, first=first, rows=3, row=batch["row"])
+    shared = layout.Shared(batch["segment"], batch["position"])
+    source = Source(model, batch["input_ids"], batch["mask"], whole=False, shared=shared)
+    return Forced(source, plant(model, tokens, kept, planned, batch["row"]))
+
+
+TOGETHER = pytest.mark.parametrize("together", [False, True], ids=["apart", "together"])
 
 
 def plain(model: Any, ids: Tensor, mask: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
@@ -118,8 +132,9 @@ PRECISIONS = [(torch.float64, 1e-9), (torch.float32, 2e-3)]
 @pytest.mark.parametrize(
     ("loss", "dtype", "tolerance"), [*((loss, *PRECISIONS[0]) for loss in CALIBRATION_LOSSES), ("list_rank", *PRECISIONS[1])]
 )
+@TOGETHER
 def test_losses_and_every_gradient(
-    family: str, shared: bool, loss: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+    family: str, shared: bool, loss: str, dtype: torch.dtype, tolerance: float, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of all losses, with chunks of 7 tokens, a candidate that does not exist, and every parameter's gradient."""
     monkeypatch.setattr(packing, "CHUNK", 7)
@@ -128,7 +143,7 @@ def test_losses_and_every_gradient(
     exists = torch.arange(SEQUENCES) < torch.tensor([6, 5, 6])[:, None]
 
     def ours() -> Tensor:
-        log_p = force(model, ids, mask, tokens, kept).log_p()
+        log_p = force(model, ids, mask, tokens, kept, together).log_p()
         return CALIBRATION_LOSSES[loss](log_p, similarity, exists, 0.7).sum()
 
     def theirs() -> Tensor:
@@ -171,8 +186,9 @@ def test_kernels_on_cuda_give_the_losses_and_gradients_of_the_cpu(family: str, s
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("name", REGULARIZERS)
 @pytest.mark.parametrize(("dtype", "tolerance"), PRECISIONS, ids=["float64", "float32"])
+@TOGETHER
 def test_regularizers_and_every_gradient(
-    family: str, name: str, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+    family: str, name: str, dtype: torch.dtype, tolerance: float, together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(packing, "CHUNK", 10)
     model, reference = (wide_model(family, dtype, seed) for seed in (0, 5))
@@ -180,8 +196,8 @@ def test_regularizers_and_every_gradient(
 
     def ours() -> Tensor:
         with torch.no_grad():
-            theirs = force(reference, ids, mask, tokens, kept).at_target()
-        forced = force(model, ids, mask, tokens, kept)
+            theirs = force(reference, ids, mask, tokens, kept, together).at_target()
+        forced = force(model, ids, mask, tokens, kept, together)
         return forced.regularization(REGULARIZERS[name], theirs).sum()
 
     def plainly() -> Tensor:
@@ -198,7 +214,8 @@ def test_regularizers_and_every_gradient(
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shared", [True, False], ids=["tree", "plain"])
-def test_a_target_beside_its_candidates(family: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@TOGETHER
+def test_a_target_beside_its_candidates(family: str, shared: bool, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first sequence is regularised, by a reference that saw it alone and shorter; the others are asked for log P."""
     monkeypatch.setattr(packing, "CHUNK", 7)
     model, reference = (wide_model(family, torch.float64, seed) for seed in (0, 5))
@@ -208,10 +225,10 @@ def test_a_target_beside_its_candidates(family: str, shared: bool, monkeypatch: 
 
     def ours() -> Tensor:
         with torch.no_grad():
-            theirs = force(reference, ids, mask, target, target_kept).at_target()
+            theirs = force(reference, ids, mask, target, target_kept, together).at_target()
         planned = packing.plan(tokens, kept, model.config.hidden_size, torch.device("cpu"), first=1)
         assert (planned.nodes is not None) == shared
-        every = Forced(Source(model, ids, mask), plant(model, tokens, kept, planned))
+        every = force(model, ids, mask, tokens, kept, together, first=1)
         return every.log_p().square().sum() + every.regularization(REGULARIZERS["kl"], theirs).sum()
 
     def plainly() -> Tensor:
@@ -226,14 +243,15 @@ def test_a_target_beside_its_candidates(family: str, shared: bool, monkeypatch: 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_label_smoothing_without_logits(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@TOGETHER
+def test_label_smoothing_without_logits(family: str, together: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packing, "CHUNK", 7)
     model, (ids, mask), (tokens, kept) = wide_model(family, torch.float64), sources(), sequences(False, count=1)
 
     def plainly() -> Tensor:
         return likelihood.smoothed_cross_entropy(plain(model, ids, mask, tokens)[0], tokens, kept, 0.1).sum()
 
-    assert_equal(model, lambda: force(model, ids, mask, tokens, kept).cross_entropy(0.1).sum(), plainly, 1e-9)
+    assert_equal(model, lambda: force(model, ids, mask, tokens, kept, together).cross_entropy(0.1).sum(), plainly, 1e-9)
 
 
 def test_a_bias_by_distance_has_the_gradient_of_a_plain_index() -> None:
@@ -278,12 +296,14 @@ def test_dropout_does_what_hugging_faces_does(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("shared", [True, False], ids=["tree", "plain"])
-def test_states_and_similarity(family: str, shared: bool) -> None:
+@TOGETHER
+def test_states_and_similarity(family: str, shared: bool, together: bool) -> None:
     model, (ids, mask) = wide_model(family, torch.float64), sources()
     (tokens, kept), (target, target_kept) = sequences(shared), sequences(False, seed=1, count=1)
     with torch.no_grad():
-        source = Source(model, ids, mask)
-        states, target_states = (Forced(source, plant(model, *each)).states() for each in ((tokens, kept), (target, target_kept)))
+        states, target_states = (
+            force(model, ids, mask, *each, together).states() for each in ((tokens, kept), (target, target_kept))
+        )
         expected, expected_target = plain(model, ids, mask, tokens)[1], plain(model, ids, mask, target)[1]
     assert torch.allclose(states[kept], expected[kept], atol=1e-9)
     found = span_similarity(states, target_states, kept, target_kept)

@@ -3,7 +3,7 @@
 The source is encoded once, and its keys and values are projected once, for all its sequences. The sequences
 are a prefix tree: what several of them begin with is computed once. A node stands for a prefix, takes its last
 token as input, sees its ancestors, and predicts every token that follows it. Where prefixes are not shared
-the sequences simply stand one after another.
+the sequences simply stand one after another. Short sources, with their trees, share rows (`layout.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from calibeam import families, seq2seq
 from calibeam.engine import ops, sharding
 from calibeam.engine.graphs import room
+from calibeam.engine.layout import Shared
 from calibeam.paper import likelihood, regularization
 
 CHUNK = 2048  # tokens whose logits are held at once
@@ -36,31 +37,44 @@ Delta = tuple[Tensor, Tensor | None]
 class Plan:
     """How much room the sequences of a batch take: what must be known of them before a GPU begins."""
 
+    rows: int
     nodes: int | None
-    """Of the source that has most. None: the sequences stand one after another, each a row of its own."""
+    """Of the row that has most. None: the sequences stand one after another, each a row of its own."""
     asked: int
-    """Of all sources, those that predict tokens whose log P is asked for."""
+    """Nodes of all rows that predict tokens whose log P is asked for."""
+    told: int
+    """Tokens whose log P is asked for."""
     first: int
     """The sequences before this one are not asked for theirs."""
+    targets: int
+    """Tokens of the first sequences of all sources."""
 
 
-def plan(token_ids: Tensor, mask: Tensor, size: int, device: torch.device, *, first: int = 0) -> Plan:
+def plan(
+    token_ids: Tensor, mask: Tensor, size: int, device: torch.device, *, first: int = 0, rows: int = 0, row: Tensor | None = None
+) -> Plan:
     """For sequences [batch, sequences, length], kept on the host: a tree, or one after another where that is less work.
 
-    size: of the model's states, beside which attention over many nodes costs little or much.
+    size: of the model's states, beside which attention over many nodes costs little or much. row: of every source, where so
+    many rows are shared.
     """
     batch, sequences, length = token_ids.shape
-    count = _distinct_prefixes(token_ids.numpy(), mask.numpy())
+    count = distinct_prefixes(token_ids.numpy(), mask.numpy())
     # The larger the model, the more a place costs beside one more shape to record.
-    of_nodes, of_asked = (8, 8) if size >= LARGE else (2, 1)
-    nodes = -room(int(count.max()), device, per_octave=of_nodes) // 8 * -8  # attention's kernels want multiples of 8
-    if sequences > 1 and nodes * (6 * size + nodes) < sequences * length * (6 * size + length):
-        asked = _distinct_prefixes(token_ids.numpy()[:, first:], mask.numpy()[:, first:]) if first else count
-        return Plan(nodes, min(room(int(asked.sum()), device, per_octave=of_asked), batch * nodes), first)
-    return Plan(None, min(room(int(mask[:, first:].sum()), device, per_octave=of_asked), mask.numel()), first)
+    of_nodes, of_tokens = (8, 8) if size >= LARGE else (2, 1)
+    told, targets = (room(int(some.sum()), device, per_octave=of_tokens) for some in (mask[:, first:], mask[:, 0]))
+    told, targets = min(told, mask[:, first:].numel()), min(targets, mask[:, 0].numel())
+    own = count if row is None else np.bincount(row.numpy(), weights=count).astype(int)
+    nodes = -room(int(own.max()), device, per_octave=of_nodes) // 8 * -8  # attention's kernels want multiples of 8
+    is_less = sequences > 1 and nodes * (6 * size + nodes) < sequences * length * (6 * size + length)
+    if row is None and not is_less:
+        return Plan(batch, None, told, told, first, targets)
+    asked = distinct_prefixes(token_ids.numpy()[:, first:], mask.numpy()[:, first:]) if first else count
+    rows = batch if row is None else rows
+    return Plan(rows, nodes, min(room(int(asked.sum()), device, per_octave=of_tokens), rows * nodes), told, first, targets)
 
 
-def _distinct_prefixes(token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+def distinct_prefixes(token_ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
     """How many each source has, of those that a token follows. [batch]"""
     rows = np.ascontiguousarray(np.where(mask, token_ids, -1))
     # Sorted, by whatever order of tokens, a sequence stands beside the one it shares most with.
@@ -79,81 +93,106 @@ class Tree:
     mask: Tensor
     """bool [batch, sequences, length]: the tokens that count"""
     tokens: Tensor
-    """[batch, nodes]: what the decoder reads at each node."""
+    """[rows, nodes]: what the decoder reads at each node."""
     depth: Tensor
-    """[batch, nodes]: its position."""
+    """[rows, nodes]: its position."""
     asked: Tensor
-    """The nodes that predict tokens whose log P is asked for, and perhaps some more, as places in [batch * nodes]."""
+    """The nodes that predict tokens whose log P is asked for, and perhaps some more, as places in [rows * nodes]."""
+    told: Tensor
+    """Those tokens, and perhaps some more, as places in [batch * sequences * length]."""
+    targets: Tensor
+    """The tokens of the first sequences, and perhaps some more, as places in [batch * length]."""
     first: int
     """The sequences before this one are not asked for theirs."""
     reach: Tensor | None
-    """bool [batch, nodes, nodes]: whom a node sees. None: rows of as many nodes as a sequence is long, each causal."""
+    """bool [rows, nodes, nodes]: whom a node sees. None: rows of as many nodes as a sequence is long, each causal."""
     place: Tensor
-    """[batch, sequences, length]: the node that predicts each token."""
+    """[batch, sequences, length]: the node that predicts each token, as a place in [rows * nodes]."""
+    segment: Tensor | None
+    """[rows, nodes]: whose node this is, counting sources from 1 on, where they share rows."""
 
 
-def plant(model: Any, token_ids: Tensor, mask: Tensor, planned: Plan | None = None) -> Tree:
-    """The tree of sequences [batch, sequences, length]. Only without a plan does this wait for a GPU."""
+def plant(model: Any, token_ids: Tensor, mask: Tensor, planned: Plan | None = None, row: Tensor | None = None) -> Tree:
+    """The tree of sequences [batch, sequences, length]. Only without a plan does this wait for a GPU.
+
+    row: of every source, where they share rows.
+    """
     if planned is None:
         planned = plan(token_ids.cpu(), mask.cpu(), model.config.hidden_size, mask.device)
     batch, sequences, length = token_ids.shape
     shifted = seq2seq.shifted(token_ids, seq2seq.special_ids(model).start)
-    every_place, every_depth = (torch.arange(n, device=mask.device) for n in (sequences * length, length))
+    every_depth = torch.arange(length, device=mask.device)
+    is_told = mask.clone()
+    is_told[:, : planned.first] = False
+    told, targets = _first(is_told.flatten(), planned.told), _first(mask[:, 0].flatten(), planned.targets)
+    tree = partial(Tree, token_ids=token_ids, mask=mask, told=told, targets=targets, first=planned.first)
     if planned.nodes is None:
-        place, depth = (
-            every_place.view(1, sequences, length).expand(batch, -1, -1),
-            every_depth.repeat(sequences).expand(batch, -1),
-        )
-        asked = mask.clone()
-        asked[:, : planned.first] = False
-        return Tree(
-            token_ids, mask, shifted.flatten(1), depth, _first(asked.flatten(), planned.asked), planned.first, None, place
-        )
+        place = torch.arange(mask.numel(), device=mask.device).view_as(mask)
+        depth = every_depth.repeat(sequences).expand(batch, -1)
+        return tree(tokens=shifted.flatten(1), depth=depth, asked=told, reach=None, place=place, segment=None)
     # A prefix of several sequences belongs to the first of them: owner [batch, sequences, length].
     same = (shifted[:, :, None] == shifted[:, None]) & mask[:, :, None] & mask[:, None]
     owner = (same.cumsum(-1) == every_depth + 1).int().argmax(2)
     is_new = ((owner == torch.arange(sequences, device=mask.device)[:, None]) & mask).flatten(1)
     number = (is_new.cumsum(1) - 1).clamp(min=0)
-    place = number.view_as(owner).gather(1, owner)
-    nodes = planned.nodes
+    rows, nodes, every_source = planned.rows, planned.nodes, torch.arange(batch, device=mask.device)
+    own_row, count = every_source if row is None else row, is_new.sum(1)
+    if row is not None:  # after those of the sources before it
+        number = number + ((row[:, None] == row) & (every_source[:, None] > every_source)).long().mul(count).sum(1, keepdim=True)
+    number = number.view_as(owner).gather(1, owner)
     every_node = torch.arange(nodes, device=mask.device)
-    exists = every_node < is_new.sum(1, keepdim=True)
-    number = number.masked_fill(~is_new, nodes)  # one beyond, for what is no node
+    exists = every_node < count.new_zeros(rows).index_add_(0, own_row, count)[:, None]
+    place = number + nodes * own_row[:, None, None]
+    beyond = rows * nodes  # for what is no node
+    at = place.flatten().masked_fill(~is_new.flatten(), beyond)
 
     def of_nodes(values: Tensor) -> Tensor:
         """Values of prefixes [batch, sequences, length, ...], of those that are nodes."""
-        values = values.flatten(1, 2)
-        index = number.view(*number.shape, *[1] * (values.dim() - 2)).expand_as(values)
-        return values.new_zeros(batch, nodes + 1, *values.shape[2:]).scatter_(1, index, values)[:, :nodes]
+        values = values.flatten(0, 2)
+        index = at.view(-1, *[1] * (values.dim() - 1)).expand_as(values)
+        found = values.new_zeros(beyond + 1, *values.shape[1:]).scatter_(0, index, values)
+        return found[:beyond].view(rows, nodes, *values.shape[1:])
 
     depth = of_nodes(every_depth.expand_as(owner))
-    path = of_nodes(place[:, :, None].expand(-1, -1, length, -1))  # of a node: the nodes of its sequence, by depth
+    path = of_nodes(number[:, :, None].expand(-1, -1, length, -1))  # of a node: the nodes of its sequence, by depth
     ancestor = path.gather(2, depth[:, None].expand(-1, nodes, -1)) == every_node
     reach = ancestor & (depth[:, None] <= depth[:, :, None]) & exists[:, None]
     reach |= every_node[:, None] == every_node  # also where nothing exists: attention wants a key
-    asked = exists
+    asked = exists.flatten()
     if planned.first:
-        predicting = place.masked_fill(~mask, nodes)[:, planned.first :].flatten(1)
-        asked = torch.zeros(batch, nodes + 1, dtype=torch.bool, device=mask.device).scatter_(1, predicting, True)[:, :nodes]
-    return Tree(token_ids, mask, of_nodes(shifted), depth, _first(asked.flatten(), planned.asked), planned.first, reach, place)
+        predicting = place.masked_fill(~is_told, beyond).flatten()
+        asked = torch.zeros(beyond + 1, dtype=torch.bool, device=mask.device).scatter_(0, predicting, True)[:beyond]
+    segment = None if row is None else of_nodes((every_source + 1)[:, None, None].expand_as(owner))
+    asked = _first(asked, planned.asked)
+    return tree(tokens=of_nodes(shifted), depth=depth, asked=asked, reach=reach, place=place, segment=segment)
 
 
 def _first(chosen: Tensor, count: int) -> Tensor:
     """The places of what is chosen, followed by some of the others if there are fewer than `count`."""
-    return chosen.int().argsort(descending=True, stable=True)[:count]
+    number, others = chosen.cumsum(0), (~chosen).cumsum(0)
+    order = torch.where(chosen, number, number[-1] + others) - 1
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))[:count]
 
 
 class Source:
     """Sources as a decoder sees them: encoded once, their keys and values projected once, for all their sequences."""
 
     def __init__(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, *, whole: bool | None = None, often: bool = False
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        *,
+        whole: bool | None = None,
+        often: bool = False,
+        shared: Shared | None = None,
     ) -> None:
         """whole: whether the mask keeps everything, which makes attention faster. Only if not given is a GPU waited for.
 
-        often: batches of the same shape come again and again.
+        often: batches of the same shape come again and again. shared: whose token is whose, where several sources share a row.
         """
         self.model, self.mask, self.anatomy = model, attention_mask.bool(), families.anatomy(model)
+        self.shared = shared
         self.head: Head | None = None
         encoder = families.encoder(model)
         if self.anatomy is None or encoder is None:
@@ -162,7 +201,8 @@ class Source:
         self.head = Head(self.anatomy)
         whole = bool(self.mask.all()) if whole is None else whole
         self._seen = None if whole else self.mask[:, None, None]
-        self.states = encode(encoder, input_ids, self._seen, often=often)
+        seen, position = (_same(shared.segment, shared.segment), shared.position) if shared else (self._seen, None)
+        self.states = encode(encoder, input_ids, seen, position, often=often)
         self._often = often
         self._projected: list[Sequence[Tensor] | None] = [
             None if _is_apart(self.anatomy, block) else self._keys_and_values(block, self.states) for block in self.anatomy.blocks
@@ -179,16 +219,19 @@ class Source:
         # Where every sequence is a row of its own, causal attention needs no mask.
         row = length if tree.reach is None else tree.tokens.shape[1]
         mask = None if tree.reach is None else tree.reach[:, None]
-        dtype = ops.dtype_of_products(self.states)
+        dtype, seen = ops.dtype_of_products(self.states), self._seen
         if anatomy.bias is not None:
             depth = tree.depth if tree.reach is not None else tree.depth[:1, :length]
             mask = _biased(anatomy.bias_of_distance(length), depth, mask).to(dtype)
-        elif mask is not None:  # as what scores gain, which every layer would make of it anew
-            mask = torch.zeros_like(mask, dtype=dtype).masked_fill_(~mask, float("-inf"))
+        elif mask is not None:
+            mask = _as_gain(mask, dtype)
+        if self.shared and tree.segment is not None:  # a node that does not exist looks where the row begins
+            of_node = torch.where(tree.segment > 0, tree.segment, self.shared.segment[:, :1])
+            seen = _as_gain(_same(of_node, self.shared.segment), dtype)
 
         def attend_source(states: Tensor, layer: families.Attention, key: Tensor, value: Tensor) -> Delta:
             query = _heads(ops.linears(states, layer.query)[0], anatomy.heads)
-            return _attend(anatomy, layer, states.shape[:-1], query, key, value, self._seen)
+            return _attend(anatomy, layer, states.shape[:-1], query, key, value, seen)
 
         def parts(block: families.Block, projected: Sequence[Tensor] | None, source: Tensor) -> list[families.Part]:
             assert block.cross is not None
@@ -203,14 +246,23 @@ class Source:
         return _run(anatomy, anatomy.embed(tree.tokens, tree.depth), blocks, self._often, self.states)
 
 
-def encode(encoder: families.Stack, input_ids: Tensor, seen: Tensor | None, *, often: bool = False) -> Tensor:
-    """The encoder's output states [batch, length, size], as Hugging Face computes them. seen: bool [batch, 1, 1, length]"""
+def encode(
+    encoder: families.Stack, input_ids: Tensor, seen: Tensor | None, position: Tensor | None = None, *, often: bool = False
+) -> Tensor:
+    """The encoder's output states [batch, length, size], as Hugging Face computes them.
+
+    seen: bool [batch, 1, 1 or length, length]. position: [batch, length], if not that in the row.
+    """
     length = input_ids.shape[1]
-    positions = torch.arange(length, device=input_ids.device).expand_as(input_ids)
-    states = encoder.embed(input_ids, positions)
-    if encoder.bias is not None:
-        bias = encoder.bias(length)[None].to(ops.dtype_of_products(states))
+    if position is None:
+        position = torch.arange(length, device=input_ids.device).expand_as(input_ids)
+    states = encoder.embed(input_ids, position)
+    dtype = ops.dtype_of_products(states)
+    if encoder.bias is not None:  # by distance, which is the same in a row as in a source
+        bias = encoder.bias(length)[None].to(dtype)
         seen = bias if seen is None else bias.masked_fill(~seen, float("-inf"))
+    elif seen is not None and seen.shape[2] > 1:
+        seen = _as_gain(seen, dtype)
 
     def parts(block: families.Block) -> list[families.Part]:
         return [
@@ -317,8 +369,18 @@ def _heads(states: Tensor, heads: int) -> Tensor:
     return states.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
+def _same(one: Tensor, other: Tensor) -> Tensor:
+    """Which places of rows are of the same segment. bool [rows, 1, places, others]"""
+    return (one[:, :, None] == other[:, None])[:, None]
+
+
+def _as_gain(seen: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask as what scores gain, which every layer would make of it anew."""
+    return torch.zeros_like(seen, dtype=dtype).masked_fill_(~seen, float("-inf"))
+
+
 def _biased(bias: Tensor, depth: Tensor, reach: Tensor | None) -> Tensor:
-    """What scores gain by the distance of keys [batch, heads, nodes, nodes], -inf for what is out of reach."""
+    """What scores gain by the distance of keys [rows, heads, nodes, nodes], -inf for what is out of reach."""
     seen = (depth[:, :, None] >= depth[:, None])[:, None] if reach is None else reach
     return ByDistance.apply(bias, depth).masked_fill(~seen, float("-inf"))  # type: ignore[no-untyped-call]
 
@@ -372,7 +434,7 @@ class Forced:
         """The decoder's output states, which predict each token. [batch, sequences, length, size]"""
         if self._head is None:
             return seq2seq.force_states(self._source.model, self._source.states, self._source.mask, self._tree.token_ids)
-        return _at(self._tree, self._nodes)
+        return _at(self._nodes, self._tree.place)
 
     def settled(self) -> Forced:
         """With nothing left to compute but products with the head: what the model is may change after this."""
@@ -400,12 +462,13 @@ class Forced:
 
     def _told(self, head: Head, smoothing: float) -> Tensor:
         """log P of tokens, mixed with the mean over the vocabulary. [batch, sequences, length]"""
-        tree, asked = self._tree, slice(self._tree.first, None)
-        token_ids = tree.token_ids[:, asked]
-        gain = _checkpointed(lambda nodes: head.gain(_at(tree, nodes)[:, asked], token_ids, smoothing), self._nodes)
+        tree = self._tree
+        token_ids, place = (each.flatten()[tree.told] for each in (tree.token_ids, tree.place))
+        gain = _checkpointed(lambda nodes: head.gain(_at(nodes, place), token_ids, smoothing), self._nodes)
         log_sum = head.log_sum(self._nodes.flatten(0, 1)[tree.asked])
-        every = log_sum.new_zeros(tree.tokens.numel()).index_copy(0, tree.asked, log_sum).view_as(tree.tokens)
-        return gain - every.gather(1, tree.place[:, asked].flatten(1)).view_as(gain)
+        every = log_sum.new_zeros(tree.tokens.numel()).index_copy(0, tree.asked, log_sum)
+        found = gain.new_zeros(tree.mask.numel()).index_copy(0, tree.told, gain - every.gather(0, place))
+        return found.view_as(tree.mask)[:, tree.first :]
 
     def at_target(self) -> AtTarget:
         """Of the first sequence of every source. What the model is may change after this."""
@@ -417,12 +480,17 @@ class Forced:
 
         reference: of that sequence, in as many places as it takes.
         """
-        length = self._tree.mask.shape[-1] if reference is None else reference.states.shape[1]
-        token_ids, mask = (each[:, 0, :length] for each in (self._tree.token_ids, self._tree.mask))
-        states = self._first_states(length)
+        tree = self._tree
         if function is regularization.kl and self._head and reference and reference.head:
-            divergence = self._head.divergence(states.flatten(0, 1), reference.head, reference.states.flatten(0, 1))
-            return divergence.view_as(mask).masked_fill(~mask, 0.0).sum(-1)
+            mask, place = (each[:, 0].flatten() for each in (tree.mask, tree.place))
+            of_example, in_target = tree.targets // tree.mask.shape[-1], tree.targets % tree.mask.shape[-1]
+            theirs = reference.states[of_example, in_target.clamp(max=reference.states.shape[1] - 1)]
+            ours = self._head.scaled(_at(self._nodes, place[tree.targets]))
+            divergence = self._head.divergence(ours, reference.head, theirs).masked_fill(~mask[tree.targets], 0.0)
+            return divergence.new_zeros(len(tree.mask)).index_add(0, of_example, divergence)
+        length = tree.mask.shape[-1] if reference is None else reference.states.shape[1]
+        token_ids, mask = (each[:, 0, :length] for each in (tree.token_ids, tree.mask))
+        states = self._first_states(length)
 
         def some(part: Tensor, of: slice) -> Tensor:
             logits = part if self._source.anatomy is None else self._source.anatomy.logits(part)
@@ -433,17 +501,18 @@ class Forced:
         return torch.cat([_checkpointed(some, states[of], of) for of in slices])
 
     def _first_states(self, length: int) -> Tensor:
-        return (self._logits if self._head is None else self.states())[:, 0, :length]
+        """Of the first sequence of every source; of a family that is not known here, its logits."""
+        return self._logits[:, 0, :length] if self._head is None else _at(self._nodes, self._tree.place[:, 0, :length])
 
     @cached_property
     def _logits(self) -> Tensor:
         return seq2seq.force(self._source.model, self._source.states, self._source.mask, self._tree.token_ids)
 
 
-def _at(tree: Tree, nodes: Tensor) -> Tensor:
-    """Of nodes [batch, nodes, size], the one that predicts each token. [batch, sequences, length, size]"""
-    index = tree.place.flatten(1)[..., None].expand(-1, -1, nodes.shape[-1])
-    return nodes.gather(1, index).view(*tree.token_ids.shape, -1)
+def _at(nodes: Tensor, place: Tensor) -> Tensor:
+    """Of nodes [rows, nodes, size], those in some places of [rows * nodes]. [*place, size]"""
+    index = place.reshape(-1, 1).expand(-1, nodes.shape[-1])
+    return nodes.flatten(0, 1).gather(0, index).view(*place.shape, -1)
 
 
 class Head:
@@ -477,10 +546,10 @@ class Head:
         mean = (states * likelihood.wide(weight).mean(0)).sum(-1)
         return (1 - smoothing) * logits + smoothing * (mean if bias is None else mean + bias.mean())
 
-    def divergence(self, states: Tensor, reference: Head, scaled: Tensor) -> Tensor:
-        """KL(current || reference) of the distributions that states [rows, size] give; the reference's are scaled. [rows]"""
+    def divergence(self, scaled: Tensor, reference: Head, theirs: Tensor) -> Tensor:
+        """KL(current || reference) of the distributions that scaled states [rows, size] give. [rows]"""
         weight, bias = self._anatomy.head_weight, self._anatomy.head_bias
-        return Divergence.apply(self.scaled(states), scaled, self, reference, weight, bias)  # type: ignore[no-untyped-call]
+        return Divergence.apply(scaled, theirs, self, reference, weight, bias)  # type: ignore[no-untyped-call]
 
     def scaled(self, states: Tensor) -> Tensor:
         """What the weights are multiplied with."""

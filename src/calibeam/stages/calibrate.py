@@ -33,6 +33,7 @@ from calibeam.training import (
     Shuffled,
     batch_of_sources,
     encoded,
+    planned,
     train,
 )
 
@@ -254,8 +255,6 @@ class CalibrationStep:
         seeds: of the pair that is drawn for each row, so that it does not depend on others. places: of the rows among all
         examples, for a reference that remembers them.
         """
-        from calibeam.engine.packing import plan
-
         tuned, most = self._model, max(len(ids) for row in rows for ids in row["token_ids"])
         similarity, exists, candidates = self._choose(rows, seeds)
         sequences = [ids for target, own in zip(targets, candidates, strict=True) for ids in (target, *own)]
@@ -264,10 +263,10 @@ class CalibrationStep:
             for each in tuned.roomy_batch(sequences, max(most, self._config.max_target_length))
         )
         found = {
-            **batch_of_sources(tuned, sources, self._config), "similarity": similarity, "exists": exists,
+            **batch_of_sources(tuned, sources, self._config, token_ids, token_mask), "similarity": similarity, "exists": exists,
             "token_ids": token_ids, "token_mask": token_mask,
-            "plan": plan(token_ids, token_mask, tuned.model.config.hidden_size, tuned.device, first=1),
         }  # fmt: skip
+        found["plan"] = planned(tuned, token_ids, token_mask, found, first=1)
         return {**found, **self._reference.inputs(places, found)} if self._reference else found
 
     def loss(self, batch: Batch) -> dict[str, Tensor]:
@@ -277,7 +276,8 @@ class CalibrationStep:
         model, similarity, exists = self._model.model, batch["similarity"], batch["exists"]
         reference = self._reference.at_target(batch) if self._reference else None
         token_mask = batch["token_mask"]
-        every = Forced(encoded(model, batch), plant(model, batch["token_ids"], token_mask, batch["plan"])).settled()
+        tree = plant(model, batch["token_ids"], token_mask, batch["plan"], batch.get("row"))
+        every = Forced(encoded(model, batch), tree).settled()
         regularization = every.regularization(self._regularizer, reference).sum()
         log_p = every.log_p()
         if self._similarity == "current":

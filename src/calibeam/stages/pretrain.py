@@ -97,7 +97,8 @@ def run(config: Config, *, force: bool = False) -> Path:
     held_out = first_examples(validation, config, task, config.validation_examples)
 
     def batch(some: Sequence[Example], seeds: Sequence[int]) -> Batch:
-        found = batch_of_pairs(model, [e.source for e in some], [e.target for e in some], config)
+        sources, targets = [e.source for e in some], [e.target for e in some]
+        found = batch_of_pairs(model, sources, targets, config, apart=config.mlm_ratio > 0)
         if config.mlm_ratio:
             most = math.ceil(config.mlm_ratio * found["input_ids"].shape[1])
             found["places"], found["told_mask"] = seq2seq.pad_rows([e.places for e in some], 0, most)
