@@ -12,6 +12,7 @@ from calibeam.pipeline import Step
 from calibeam.records import CalibeamError
 from calibeam.studies.cost import in_line
 from calibeam.studies.plan import Row, in_order
+from calibeam.studies.walk import Agenda
 
 RECIPE = {
     "output": "out",
@@ -104,6 +105,21 @@ def test_two_studies_have_their_common_steps_in_one_place() -> None:
     ]
     shared = {Path(place).name.split("-")[0] for place in places[0] & places[1]}
     assert shared == {"prepare", "finetune", "decode", "score", "calibrate", "evaluate"}
+
+
+def test_of_several_studies_the_first_has_its_steps_first() -> None:
+    """And within one, the longest chain of steps."""
+    settings = ["study.alphas=[0]", "study.betas=[1]", "study.learning_rates=[1e-4]"]
+    final, ablation = rows("final", *settings), rows("ablation", *settings)
+    agenda, begun = Agenda([final, ablation]), list[Step]()
+    while step := agenda.begin():
+        begun.append(step)
+        agenda.finish(step)
+    first = {step.config.output for step in in_order(row.points[0].measured for row in final)}
+    assert {step.config.output for step in begun[: len(first)]} == first
+    assert [step.stage for step in begun[:3]] == ["prepare", "finetune", "decode"]  # before the fine-tuned model is evaluated
+    assert len(begun) == agenda.total > len(first)
+    assert agenda.points() == [[row.points[0] for row in study] for study in (final, ablation)]
 
 
 def test_a_folder_is_named_after_what_is_in_it_alone() -> None:

@@ -223,7 +223,9 @@ def _fitting_slots(task: Task, anatomy: families.Anatomy | None, source_length: 
     slots = max(1, ROWS.get(device.type, ROWS["cuda"]) // task.rows)
     if anatomy is None or device.type != "cuda":
         return slots
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    free, total = torch.cuda.mem_get_info(device)
+    own, taken = torch.cuda.memory_reserved(device), torch.cuda.memory_allocated(device)
+    free = min(free + own, int(torch.cuda.get_per_process_memory_fraction(device) * total)) - taken
     each = Decoder.bytes_per_slot(anatomy, task.rows, task.max_new_tokens, source_length)
     each += task.rows * len(anatomy.head_weight) * 8
     return min(slots, max(1, int(MEMORY_SHARE * free) // each))

@@ -67,13 +67,12 @@ def run(names: str, tables: dict[str, Any], *, jobs: int = 1, force: bool = Fals
     plans = {name: plan(name, tables) for name in _split(names)}
     if len({config.output for config, _, _ in plans.values()}) < len(plans):
         raise CalibeamError("study.output is one folder for several studies: leave it out, and each has its own")
-    every = [row for _, _, rows in plans.values() for row in rows]
-    pipeline.check_models(preview.expected(every))
-    points, errors = walk(every, jobs=jobs, force=force)
-    measured, places = iter(points), []
-    for name, (config, tasks, rows) in plans.items():
-        own = [*zip(rows, measured, strict=False)]
-        found = [find(row, point) for row, point in own if point is not None]
+    every = [rows for _, _, rows in plans.values()]
+    pipeline.check_models(preview.expected([row for rows in every for row in rows]))
+    measured, errors = walk(every, jobs=jobs, force=force)
+    places = []
+    for (name, (config, tasks, rows)), points in zip(plans.items(), measured, strict=True):
+        found = [find(row, point) for row, point in zip(rows, points, strict=True) if point is not None]
         if len(found) == len(rows):
             places.append(Path(distributed.by_first(partial(_tabulated, name, config, tasks, found))))
     if errors:

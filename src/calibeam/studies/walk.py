@@ -21,12 +21,15 @@ from calibeam.studies.plan import Point, Row, in_order
 from calibeam.studies.results import best
 
 
-def walk(rows: Sequence[Row], *, jobs: int = 1, force: bool = False) -> tuple[list[Point | None], list[Exception]]:
-    """Run the steps, verifying and keeping those that are there, and choose what is to be chosen. The point of every row that
-    was measured, and what went wrong. Several at once go on without what needs a step that failed; one at a time ends there."""
+def walk(
+    studies: Sequence[Sequence[Row]], *, jobs: int = 1, force: bool = False
+) -> tuple[list[list[Point | None]], list[Exception]]:
+    """Run the steps of some studies' rows, those of the first first, verifying and keeping what is there, and choose what is to
+    be chosen. The point of every row that was measured, and what went wrong. Several at once go on without what needs a step that
+    failed; one at a time ends there."""
     if jobs > 1 and distributed.size() > 1:
         raise CalibeamError("--jobs starts its own processes, one for every step at work: start it alone, without torchrun")
-    agenda = Agenda(rows)
+    agenda = Agenda(studies)
     if jobs == 1:
         while step := agenda.begin():
             step.run(force=force)
@@ -53,19 +56,22 @@ def walk(rows: Sequence[Row], *, jobs: int = 1, force: bool = False) -> tuple[li
 class Agenda:
     """What is to be done next. What a row is measured by may be known only when its trials are done."""
 
-    def __init__(self, rows: Sequence[Row]) -> None:
-        self.total = len(preview.expected(rows))
-        self._rows = rows
+    def __init__(self, studies: Sequence[Sequence[Row]]) -> None:
+        self._studies = studies
+        self.total = len(preview.expected([row for rows in studies for row in rows]))
         self._chosen: dict[int, Point] = {}
+        """By the identity of a row."""
         self._begun, self._done = set[str](), set[str]()
         self._look()
 
     def begin(self) -> Step | None:
-        """The step that most others wait for one after another, of those that nobody has begun and that have all they read."""
+        """Of those that nobody has begun and that have all they read: one of the first study that has any, the step that most
+        others wait for one after another."""
         ready = [step for step in self._steps if step.config.output not in self._begun and self._are_done(step.needs)]
         if not ready:
             return None
-        step = max(ready, key=lambda step: self._heights[step.config.output])  # of several, the first of the plan
+        # of several, the first of the plan
+        step = min(ready, key=lambda step: (self._first[step.config.output], -self._heights[step.config.output]))
         self._begun.add(step.config.output)
         display.say(f"[{len(self._begun)}/{self.total}] {step.stage} -> {step.config.output}", style="bold")
         return step
@@ -74,20 +80,21 @@ class Agenda:
         self._done.add(step.config.output)
         self._look()
 
-    def points(self) -> list[Point | None]:
-        chosen = map(self._chosen.get, range(len(self._rows)))
-        return [point if point and self._are_done([point.measured]) else None for point in chosen]
+    def points(self) -> list[list[Point | None]]:
+        chosen = [[self._chosen.get(id(row)) for row in rows] for rows in self._studies]
+        return [[point if point and self._are_done([point.measured]) else None for point in points] for points in chosen]
 
     def _look(self) -> None:
         """What is known of the rows by now."""
-        for place, row in enumerate(self._rows):
-            if place not in self._chosen and self._are_done(row.trials):
-                self._chosen[place] = best(row)
-        self._steps = in_order(
-            step
-            for place, row in enumerate(self._rows)
-            for step in ([*row.trials, self._chosen[place].measured] if place in self._chosen else row.trials)
-        )
+        needed = list[list[Step]]()
+        for rows in self._studies:
+            for row in rows:
+                if id(row) not in self._chosen and self._are_done(row.trials):
+                    self._chosen[id(row)] = best(row)
+            chosen = [self._chosen[id(row)].measured for row in rows if id(row) in self._chosen]
+            needed.append(in_order([*(step for row in rows for step in row.trials), *chosen]))
+        self._steps = in_order(step for steps in needed for step in steps)
+        self._first = {step.config.output: number for number, steps in reversed([*enumerate(needed)]) for step in steps}
         self._heights = dict.fromkeys((step.config.output for step in self._steps), 0)
         for step in reversed(self._steps):
             for need in step.needs:
@@ -114,9 +121,10 @@ class Workers:
         return [*self._at_work.values()]
 
     def __enter__(self) -> Workers:
-        gpus, cores = _gpus(), len(os.sched_getaffinity(0))
+        gpus, cores = _gpus(), len(os.sched_getaffinity(0)) // self._number
+        on_each = -(-self._number // max(1, len(gpus)))
         self._free = [
-            _Worker(gpus[number % len(gpus)] if gpus else None, max(1, cores // self._number)) for number in range(self._number)
+            _Worker(gpus[number % len(gpus)] if gpus else None, 1 / on_each, max(1, cores)) for number in range(self._number)
         ]
         return self
 
@@ -145,20 +153,24 @@ class Workers:
                     f"{step.stage} -> {step.config.output}: its process has died; is there too little memory? Try fewer --jobs"
                 )
                 worker.end()
-                worker = _Worker(worker.gpu, worker.cores)
+                worker = worker.another()
             self._free.append(worker)
             yield step, error
 
 
 class _Worker:
-    def __init__(self, gpu: str | None, cores: int) -> None:
-        self.gpu, self.cores = gpu, cores
+    def __init__(self, gpu: str | None, memory: float, cores: int) -> None:
+        """gpu: none if all have the same. memory: the share of the GPU's that it may take."""
+        self._shares = gpu, memory, cores
         spawning = get_context("spawn")  # a fork could inherit locks that threads of libraries hold
         self.connection, theirs = spawning.Pipe()
-        self._process = spawning.Process(target=_work, args=(theirs, gpu, cores))
+        self._process = spawning.Process(target=_work, args=(theirs, *self._shares))
         with signals.held_back():
             self._process.start()
         theirs.close()
+
+    def another(self) -> _Worker:
+        return _Worker(*self._shares)
 
     def stop(self) -> None:
         if self._process.pid is not None and self._process.is_alive():
@@ -177,7 +189,7 @@ def _gpus() -> list[str]:
     return [] if count < 2 else given.split(",")[:count] if given else [str(number) for number in range(count)]
 
 
-def _work(connection: Connection, gpu: str | None, cores: int) -> None:
+def _work(connection: Connection, gpu: str | None, memory: float, cores: int) -> None:
     if gpu is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = gpu
     import torch
@@ -186,6 +198,8 @@ def _work(connection: Connection, gpu: str | None, cores: int) -> None:
 
     quiet()
     torch.set_num_threads(cores)
+    if torch.cuda.is_available():
+        torch.cuda.set_per_process_memory_fraction(memory)
     display.console.quiet = display.errors.quiet = True
     signals.follow_parent()
     try:
