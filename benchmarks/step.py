@@ -11,6 +11,7 @@ the same candidates; the losses are compared. Prints a table and one JSON line p
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -198,9 +199,9 @@ def run(rows: Rows, case: Case, repeat: int) -> None:
             f"list_rank + KL, {name}",
             work,
             {
-                "BRIO's way": partial(work.brio, "list_rank"),
-                "calibeam, reference run": work.ours("list_rank", False, remembered=False),
-                "calibeam": work.ours("list_rank", False),
+                "BRIO's way": lambda work=work: partial(work.brio, "list_rank"),
+                "calibeam, reference run": lambda work=work: work.ours("list_rank", False, remembered=False),
+                "calibeam": lambda work=work: work.ours("list_rank", False),
             },
             repeat,
         )
@@ -213,23 +214,31 @@ def run(rows: Rows, case: Case, repeat: int) -> None:
                 f"rank + KL, a pair, {name}",
                 two,
                 {
-                    "TRL's way": partial(two.trl, "rank"),
-                    "calibeam, reference run": two.ours("rank", True, remembered=False),
-                    "calibeam": two.ours("rank", True),
+                    "TRL's way": lambda two=two: partial(two.trl, "rank"),
+                    "calibeam, reference run": lambda two=two: two.ours("rank", True, remembered=False),
+                    "calibeam": lambda two=two: two.ours("rank", True),
                 },
                 repeat,
             )
-        compare(rows, f"score, {name}", work, {"pair by pair": work.score_by_pairs, "calibeam": work.score}, repeat, at_once=1)
+        scoring = {"pair by pair": lambda work=work: work.score_by_pairs, "calibeam": lambda work=work: work.score}
+        compare(rows, f"score, {name}", work, scoring, repeat, at_once=1)
 
 
-def compare(rows: Rows, case: str, work: Work, ways: dict[str, Callable[[], Tensor]], repeat: int, at_once: int = 0) -> None:
+Way = Callable[[], Tensor]
+
+
+def compare(rows: Rows, case: str, work: Work, ways: dict[str, Callable[[], Way]], repeat: int, at_once: int = 0) -> None:
+    """ways: what makes each, one after another, so that none holds the memory of one before it."""
     if not rows.wants(case):
         return
     at_once = at_once or work.case.accumulated
-    for name, way in ways.items():
+    for name, make in ways.items():
         work.model.zero_grad(set_to_none=True)
+        gc.collect()
+        torch.cuda.empty_cache()
+        way = make()
 
-        def batch(way: Callable[[], Tensor] = way) -> Tensor:
+        def batch(way: Way = way) -> Tensor:
             """As a training loop: several batches one after another, which the host prepares meanwhile, add to the gradients."""
             clear_gradients(list(work.model.parameters()))
             return torch.stack([way() for _ in range(at_once)])
@@ -244,6 +253,7 @@ def compare(rows: Rows, case: str, work: Work, ways: dict[str, Callable[[], Tens
         if torch.cuda.is_available() and name == "calibeam":
             profile(way, case)
         rows.add(case, name, len(work.sources) * len(work.candidates[0]), seconds, memory, **more)
+        del way, batch
 
 
 def main() -> None:

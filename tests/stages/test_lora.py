@@ -167,7 +167,7 @@ def test_the_reference_is_the_model_without_the_adapter(family: str, regularizer
     sources, targets, rows = a_batch(model)
     batch = step.batch(sources, targets, rows, range(len(rows)))
     assert step.loss(batch)["regularization"].item() == pytest.approx(0.0, abs=1e-5)
-    fill(model.model)
+    fill(model.model, 1.0)
     trained = [parameter for parameter in model.model.parameters() if parameter.requires_grad]
     ours, theirs = step.loss(batch), beside_a_copy.loss(batch)
     assert ours["regularization"].abs() > 1e-3

@@ -19,13 +19,14 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
-from calibeam import signals, store
+from calibeam import seq2seq, signals, store
 from calibeam.corpus import CorpusConfig
 from calibeam.records import CalibeamError
 from calibeam.stages import create, pretrain, tokenizer
 from calibeam.stream import Example, Maker, Stream, Task, first_examples, pack, unpack
-from conftest import sentence
+from conftest import model_of_words, sentence
 
 
 def document(seed: int, sentences: int = 8) -> str:
@@ -304,6 +305,17 @@ def test_it_learns(model: str, files: tuple[str, ...], tmp_path: Path) -> None:
     assert np.mean([f["loss"] for f in itertools.islice(reversed(steps), 5)]) < 0.7 * steps[0]["loss"]
 
 
-def test_a_tokenizer_without_masks_is_refused(model_folder: Any, files: tuple[str, ...], tmp_path: Path) -> None:
+def test_a_tokenizer_without_masks_is_refused(files: tuple[str, ...], tmp_path: Path) -> None:
+    seq2seq.save(model_of_words(), tmp_path / "model")
     with pytest.raises(CalibeamError, match="has no <mask_1> and no <mask_2>: make one with calibeam tokenizer"):
-        pretrain.run(config(str(model_folder("pegasus")), files, tmp_path / "out"))
+        pretrain.run(config(str(tmp_path / "model"), files, tmp_path / "out", max_source_length=30, max_target_length=30))
+
+
+def test_a_model_that_create_made_of_a_dataset_can_be_pretrained(
+    model_folder: Any, files: tuple[str, ...], tmp_path: Path
+) -> None:
+    """Its vocabulary is of bytes, and has PEGASUS's masks."""
+    folder = pretrain.run(config(str(model_folder("pegasus")), files, tmp_path / "out", max_steps=2, eval_steps=2))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert tokenizer.convert_tokens_to_ids(["<pad>", "</s>", "<mask_1>", "<mask_2>", "<unk>"]) == [0, 1, 2, 3, 4]
+    assert len((folder / "log.jsonl").read_text().splitlines()) == 4

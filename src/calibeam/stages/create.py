@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from calibeam import display, signals, store
 from calibeam.recipe import StageConfig, option
 from calibeam.records import CalibeamError
-from calibeam.stages.tokenizer import EOS, PAD, TOKENIZER, UNK, ending
+from calibeam.stages.tokenizer import SPECIAL, TOKENIZER, ending
 
 
 class Size(NamedTuple):
@@ -117,7 +117,7 @@ def architecture(config: Config, vocabulary: int, *, pad: int = 0, eos: int = 1)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
-    """Byte-level BPE, which can write any text, with an end token after every sequence."""
+    """Byte-level BPE, which can write any text, with an end token after every sequence and what pretraining masks with."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -127,9 +127,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:
         texts,
         trainers.BpeTrainer(
             vocab_size=vocab_size,
-            special_tokens=[PAD, EOS, UNK],
+            special_tokens=[*SPECIAL],
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         ),
     )
-    return ending(tokenizer, pad_token=PAD, eos_token=EOS, unk_token=UNK)
+    return ending(tokenizer)

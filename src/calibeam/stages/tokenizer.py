@@ -136,15 +136,7 @@ def fast(model: bytes) -> Any:
     tokenizer.decoder = decoders.Sequence([
         decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(SPACE, " "), decoders.Strip(" ", 1, 0),
     ])  # fmt: skip
-    return ending(
-        tokenizer,
-        pad_token=PAD,
-        eos_token=EOS,
-        unk_token=UNK,
-        mask_token=MASK_TOKEN,
-        additional_special_tokens=[MASK_SENTENCE],
-        split_special_tokens=True,
-    )
+    return ending(tokenizer, split_special_tokens=True)
 
 
 def ending(tokenizer: Any, **options: Any) -> Any:
@@ -155,4 +147,5 @@ def ending(tokenizer: Any, **options: Any) -> Any:
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"$A {EOS}", pair=f"$A $B {EOS}", special_tokens=[(EOS, tokenizer.token_to_id(EOS))]
     )
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **options)
+    named = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNK, "mask_token": MASK_TOKEN}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, additional_special_tokens=[MASK_SENTENCE], **options)
