@@ -111,15 +111,17 @@ def test_of_several_studies_the_first_has_its_steps_first() -> None:
     """And within one, the longest chain of steps."""
     settings = ["study.alphas=[0]", "study.betas=[1]", "study.learning_rates=[1e-4]"]
     final, ablation = rows("final", *settings), rows("ablation", *settings)
-    agenda, begun = Agenda([final, ablation]), list[Step]()
+    agenda, begun, measured = Agenda([final, ablation]), list[Step](), list[tuple[int, int]]()
     while step := agenda.begin():
         begun.append(step)
-        agenda.finish(step)
+        for number, points in agenda.finish(step):
+            assert points == [row.points[0] for row in (final, ablation)[number]]
+            measured.append((number, len(begun)))
     first = {step.config.output for step in in_order(row.points[0].measured for row in final)}
     assert {step.config.output for step in begun[: len(first)]} == first
     assert [step.stage for step in begun[:3]] == ["prepare", "finetune", "decode"]  # before the fine-tuned model is evaluated
     assert len(begun) == agenda.total > len(first)
-    assert agenda.points() == [[row.points[0] for row in study] for study in (final, ablation)]
+    assert measured == [(0, len(first)), (1, agenda.total)]
 
 
 def test_a_folder_is_named_after_what_is_in_it_alone() -> None:

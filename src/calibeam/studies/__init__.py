@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from calibeam import display, distributed, figures, pipeline, recipe, store
 from calibeam.pipeline import STUDY
 from calibeam.records import CalibeamError
 from calibeam.studies import preview
-from calibeam.studies.plan import Config, Row, Subject, subjects
+from calibeam.studies.plan import Config, Point, Row, Subject, subjects
 from calibeam.studies.results import Found, Record, find, records
 from calibeam.studies.table import as_csv
 from calibeam.studies.walk import walk
@@ -67,25 +66,22 @@ def run(names: str, tables: dict[str, Any], *, jobs: int = 1, force: bool = Fals
     plans = {name: plan(name, tables) for name in _split(names)}
     if len({config.output for config, _, _ in plans.values()}) < len(plans):
         raise CalibeamError("study.output is one folder for several studies: leave it out, and each has its own")
-    every = [rows for _, _, rows in plans.values()]
+    every, places = [rows for _, _, rows in plans.values()], dict[str, Path]()
     pipeline.check_models(preview.expected([row for rows in every for row in rows]))
-    measured, errors = walk(every, jobs=jobs, force=force)
-    places = []
-    for (name, (config, tasks, rows)), points in zip(plans.items(), measured, strict=True):
-        found = [find(row, point) for row, point in zip(rows, points, strict=True) if point is not None]
-        if len(found) == len(rows):
-            places.append(Path(distributed.by_first(partial(_tabulated, name, config, tasks, found))))
+
+    def measured(number: int, points: Sequence[Point]) -> None:
+        name, (config, tasks, rows) = [*plans.items()][number]
+        found = [find(row, point) for row, point in zip(rows, points, strict=True)]
+        places[name] = Path(distributed.by_first(lambda: str(_tabulate(name, load(name), config, tasks, found))))
+
+    errors = walk(every, measured, jobs=jobs, force=force)
     if errors:
         raise min(errors, key=lambda error: isinstance(error, CalibeamError))  # a mistake of ours before one of the settings
-    return places
+    return [places[name] for name in plans]
 
 
 def _split(names: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in names.split(",")))
-
-
-def _tabulated(name: str, config: Config, tasks: Sequence[Subject], found: Sequence[Found]) -> str:
-    return str(_tabulate(name, load(name), config, tasks, found))
 
 
 def _tabulate(name: str, study: Any, config: Config, tasks: Sequence[Subject], found: Sequence[Found]) -> Path:

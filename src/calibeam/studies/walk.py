@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -22,19 +22,26 @@ from calibeam.studies.results import best
 
 
 def walk(
-    studies: Sequence[Sequence[Row]], *, jobs: int = 1, force: bool = False
-) -> tuple[list[list[Point | None]], list[Exception]]:
+    studies: Sequence[Sequence[Row]], measured: Callable[[int, Sequence[Point]], None], *, jobs: int = 1, force: bool = False
+) -> list[Exception]:
     """Run the steps of some studies' rows, those of the first first, verifying and keeping what is there, and choose what is to
-    be chosen. The point of every row that was measured, and what went wrong. Several at once go on without what needs a step that
-    failed; one at a time ends there."""
+    be chosen. What went wrong: several at once go on without what needs a step that failed; one at a time ends there.
+
+    measured: told the number of a study, and the point of each of its rows, as soon as all of them are measured.
+    """
     if jobs > 1 and distributed.size() > 1:
         raise CalibeamError("--jobs starts its own processes, one for every step at work: start it alone, without torchrun")
     agenda = Agenda(studies)
+
+    def finish(step: Step) -> None:
+        for number, points in agenda.finish(step):
+            measured(number, points)
+
     if jobs == 1:
         while step := agenda.begin():
             step.run(force=force)
-            agenda.finish(step)
-        return agenda.points(), []
+            finish(step)
+        return []
     errors: list[Exception] = []
     with Workers(min(jobs, agenda.total)) as workers, display.Bar("steps", agenda.total) as bar:
         while True:
@@ -42,10 +49,10 @@ def walk(
                 workers.start(step, force)
             bar.advance(0, "at work: " + ", ".join(Path(step.config.output).name for step in workers.at_work))
             if not workers.at_work:
-                return agenda.points(), errors
+                return errors
             for step, error in workers.finished():
                 if error is None:
-                    agenda.finish(step)
+                    finish(step)
                 else:
                     what = error if isinstance(error, CalibeamError) else f"{step.stage} -> {step.config.output}: failed"
                     display.say(f"{what}\nWhat does not need this step goes on", style="yellow")
@@ -61,7 +68,7 @@ class Agenda:
         self.total = len(preview.expected([row for rows in studies for row in rows]))
         self._chosen: dict[int, Point] = {}
         """By the identity of a row."""
-        self._begun, self._done = set[str](), set[str]()
+        self._begun, self._done, self._told = set[str](), set[str](), set[int]()
         self._look()
 
     def begin(self) -> Step | None:
@@ -76,13 +83,15 @@ class Agenda:
         display.say(f"[{len(self._begun)}/{self.total}] {step.stage} -> {step.config.output}", style="bold")
         return step
 
-    def finish(self, step: Step) -> None:
+    def finish(self, step: Step) -> Iterator[tuple[int, list[Point]]]:
+        """The studies of which everything is measured now, with the point of each row."""
         self._done.add(step.config.output)
         self._look()
-
-    def points(self) -> list[list[Point | None]]:
-        chosen = [[self._chosen.get(id(row)) for row in rows] for rows in self._studies]
-        return [[point if point and self._are_done([point.measured]) else None for point in points] for points in chosen]
+        for number, rows in enumerate(self._studies):
+            points = [self._chosen[id(row)] for row in rows if id(row) in self._chosen]
+            if number not in self._told and len(points) == len(rows) and self._are_done([point.measured for point in points]):
+                self._told.add(number)
+                yield number, points
 
     def _look(self) -> None:
         """What is known of the rows by now."""
