@@ -78,7 +78,7 @@ output = "out"
 train = "train.jsonl"
 validation = "validation.jsonl"
 [create]
-vocab_size = 280
+vocab_size = 282
 d_model = 16
 encoder_layers = 1
 decoder_layers = 1
