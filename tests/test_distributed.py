@@ -381,12 +381,25 @@ def test_four_processes_train_as_one_does_and_an_error_is_told_once(work: Path, 
     assert "ends with 2" in said
 
 
+ABORTS = """
+import os
+class Late:
+    def __del__(self, abort=os.abort, is_worker="RANK" in os.environ):
+        if is_worker:
+            abort()
+late = Late()
+"""
+
+
 def test_accelerate_launch_starts_the_same_calibration_with_shares_of_a_pegasus(work: Path, tmp_path: Path) -> None:
+    """And no interpreter goes down meanwhile, where threads of torch.distributed would now and then abort it."""
     name, settings = work_of("calibrate", work, tmp_path / "out", shard_model=True)
     launcher = ["accelerate.commands.launch", "--multi_gpu", "--num_processes", "2", "--main_process_port", "0"]
     given = (f"{key}={json.dumps(value)}" for key, value in settings.items())
     line = [sys.executable, "-m", *launcher, "-m", "calibeam", name, *given]
     *_, environment = start(tmp_path)
+    (tmp_path / "sitecustomize.py").write_text(ABORTS)
+    environment["PYTHONPATH"] += f"{os.pathsep}{tmp_path}"
     done = subprocess.run(line, env=environment, capture_output=True, text=True, timeout=120)  # noqa: S603
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("step 6: ") == 1

@@ -156,6 +156,11 @@ def _meet() -> tuple[Any, int, int]:
         raise CalibeamError(f"the processes cannot meet at {place}: {str(error).partition(chr(10))[0]}") from error
 
 
+def has_met() -> bool:
+    """Whether this process has been one of several."""
+    return _meet.cache_info().currsize > 0
+
+
 def _take_gpu() -> None:
     import torch
 
