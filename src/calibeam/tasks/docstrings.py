@@ -64,14 +64,9 @@ def load(packages: Sequence[str], fresh: bool = False) -> dict[str, list[Example
 
 def pairs(package: str) -> Iterator[tuple[str, str, str]]:
     """(qualified name, code, first line of the docstring) of everything in a package that has all three."""
-    return ((name, code, line) for name, code, docstring in documented(package) if (line := _first_line(docstring)))
-
-
-def documented(package: str) -> Iterator[tuple[str, str, str]]:
-    """(qualified name, code, docstring) of everything in a package that has all three."""
     root = _root(package)
     files = [file for file in sorted(root.rglob("*.py")) if not _is_skipped(file.relative_to(root).parts)]
-    read = partial(_documented_in_file, package, root)
+    read = partial(_pairs_of_file, package, root)
     if len(files) <= FILES_AT_ONCE:
         yield from itertools.chain.from_iterable(map(read, files))
         return
@@ -83,18 +78,18 @@ def _is_skipped(parts: tuple[str, ...]) -> bool:
     return bool(SKIPPED_FOLDERS & set(parts[:-1])) or parts[-1].startswith("test_")
 
 
-def _documented_in_file(package: str, root: Path, file: Path) -> list[tuple[str, str, str]]:
+def _pairs_of_file(package: str, root: Path, file: Path) -> list[tuple[str, str, str]]:
     try:
         tree = ast.parse(file.read_text(encoding="utf-8"))
     except (OSError, SyntaxError, RecursionError, ValueError):
         return []
     module = ".".join([package, *file.relative_to(root).with_suffix("").parts])
-    found = [(name, node, ast.get_docstring(node)) for name, node in _definitions(tree, module)]
-    for _, node, docstring in found:  # all of them before any is written: a class must not give away its methods' lines
-        if docstring is not None:
+    found = [(name, node, _first_line(ast.get_docstring(node))) for name, node in _definitions(tree, module)]
+    for _, node, _ in found:  # all of them before any is written: a class must not give away its methods' lines
+        if ast.get_docstring(node) is not None:
             node.body = node.body[1:]
-    written = [(name, _code(node), docstring) for name, node, docstring in found if docstring and docstring.strip() and node.body]
-    return [(name, code, docstring) for name, code, docstring in written if code]
+    lines = [(name, _code(node), line) for name, node, line in found if line and node.body]
+    return [(name, code, line) for name, code, line in lines if code]
 
 
 def split_of(name: str) -> str:
@@ -126,9 +121,9 @@ def _code(node: Definition) -> str | None:
         return None
 
 
-def _first_line(docstring: str) -> str | None:
+def _first_line(docstring: str | None) -> str | None:
     """The first line, if it reads as a sentence of English."""
-    line = docstring.strip().split("\n", 1)[0].strip()
+    line = (docstring or "").strip().split("\n", 1)[0].strip()
     line = re.sub(r":\w+:`~?([^`]*)`", r"\1", line).replace("``", "").replace("`", "")
     words = line.split()
     plain = sum(word.strip(".,()").isalpha() for word in words)
