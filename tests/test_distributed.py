@@ -154,7 +154,7 @@ attempt("settings", save_steps=3, gradient_checkpointing=True)
 attempt("versions", patch=sampled)
 tables["finetune"]["micro_batch_size"] = 3 if second else 4
 attempt("recipe", lambda: pipeline.run(tables))
-attempt("device", device="meta" if second else "cpu")
+attempt("device", patch=lambda patched: second and patched.setattr(seq2seq, "best_device", lambda *_: torch.device("meta")))
 attempt("disk", output=settings["output"] + "-elsewhere")
 attempt("validation", patch=lambda patched: second and signalled(patched, evaluate.Validation, "measure", signal.SIGTERM, 3))
 attempt("save", patch=lambda patched: patched.setattr(seq2seq, "save", no_room))

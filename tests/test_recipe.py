@@ -432,8 +432,10 @@ def test_device_and_type_at_the_top_are_those_of_every_stage_that_runs_a_model_a
     }  # fmt: skip
     with pytest.raises(CalibeamError, match=r"^dtype must be a string, got 16$"):
         pipeline.plan({"output": "run", "model": "m", "dtype": 16})
-    with pytest.raises(CalibeamError, match=r"^decode\.dtype must be one of auto, float32, bfloat16, got 'bf16'"):
+    with pytest.raises(CalibeamError, match=r"^dtype must be one of auto, float32, bfloat16, got 'bf16'"):
         pipeline.plan({"output": "run", "model": "m", "dtype": "bf16"})
+    with pytest.raises(CalibeamError, match=r"^score\.device must be one of auto, cpu, cuda, got 'gpu'"):
+        pipeline.plan({"output": "run", "model": "m", "score": {"device": "gpu"}})
 
 
 def test_one_candidate_leaves_nothing_to_calibrate() -> None:

@@ -4,7 +4,7 @@ import atexit
 import os
 import sys
 
-_code: object = 1
+_code = 1
 
 
 def main() -> None:
@@ -17,18 +17,17 @@ def main() -> None:
     try:
         run()
     except SystemExit as end:
-        _code = end.code
+        _code = int(end.code or 0)
         raise
 
 
 def _leave() -> None:
     """Threads of `torch.distributed` live on after it, and now and then one aborts an interpreter that goes. So it stays."""
-    from calibeam import distributed
-
-    if distributed.has_met():
+    distributed = sys.modules.get("calibeam.distributed")
+    if distributed and distributed.has_met():
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(_code if isinstance(_code, int) else 0)
+        os._exit(_code)
 
 
 if __name__ == "__main__":

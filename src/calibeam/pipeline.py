@@ -112,13 +112,16 @@ def run(tables: dict[str, Any], *, only: str | None = None, force: bool = False)
 
 
 def check_models(steps: Sequence[Step]) -> None:
-    """Before any stage runs: the models that the steps begin with are there, and have a position for every token."""
+    """Before any stage runs: its device is there, and the models that the steps begin with, which have a position for every
+    token."""
     from calibeam import seq2seq
     from calibeam.stages.decode import check_lengths
 
     positions: dict[str, int | None] = {}
     for step in steps:
         config, model = step.config, getattr(step.config, "model", "")
+        if isinstance(config, recipe.ModelStageConfig) and getattr(config, "engine", "") != "ray":  # whose workers have their own
+            seq2seq.best_device(config.device)
         if step.stage == "create":
             positions[config.output] = config.max_position_embeddings
         if getattr(config, "uses_bertscore", False):
@@ -149,6 +152,8 @@ def check_tables(tables: dict[str, Any]) -> None:
         if key in TOP:
             if not recipe.fits(value, TOP[key]):
                 raise CalibeamError(f"{key} must be {recipe.describe(TOP[key])}, got {value!r}")
+            if key in recipe.HARDWARE:
+                recipe.ModelStageConfig(output="", **{key: value})
         elif key not in stages.STAGES and key != STUDY:
             raise CalibeamError(f"unknown key {key}{_nearest(key, tables)}")
         elif not isinstance(value, dict):

@@ -26,6 +26,7 @@ LONGEST = 100_000
 """Characters of a recipe."""
 MOST_DOTS = 2000
 """In one line of it: the time that a dotted key takes grows with the square of its parts."""
+DEVICES = ("auto", "cpu", "cuda")
 DTYPES = ("auto", "float32", "bfloat16")
 HARDWARE = ("device", "dtype")
 """What a recipe may say at its top of every stage that runs a model."""
@@ -92,7 +93,7 @@ class StageConfig:
 class ModelStageConfig(StageConfig):
     """What every stage has that runs a model."""
 
-    device: str = option("auto", "auto, cpu or cuda", identity=False)
+    device: str = option("auto", "auto: a GPU if there is one", choices=lambda: DEVICES, identity=False)
     dtype: str = option(
         "auto", "of matrix products; auto: bfloat16 on a GPU that has it, float32 on a CPU", choices=lambda: DTYPES
     )

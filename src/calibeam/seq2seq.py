@@ -271,6 +271,9 @@ def _say_whether_tied(model: Any, config: Path) -> None:
 
 
 def best_device(device: str = "auto") -> torch.device:
+    """A GPU if there is one, unless another is asked for."""
+    if device == "cuda" and not torch.cuda.is_available():
+        raise CalibeamError("device=cuda was asked for, but PyTorch finds no GPU here: `calibeam doctor` says what it finds")
     return torch.device(("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device)
 
 

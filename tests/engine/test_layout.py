@@ -52,6 +52,14 @@ def test_where_attention_would_cost_more_than_padding_nothing_is_shared() -> Non
     assert (layout.share(lengths, np.array(lengths), 4000, CPU) or ())[1:] == (7,)
 
 
+def test_where_little_is_saved_a_gpu_is_spared_the_shapes() -> None:
+    """Eight rows of 64 for ten sources: a fifth less, which a CPU takes. Of short ones both do."""
+    little, much = [64] * 6 + [32] * 4, [64] * 2 + [16] * 14
+    for lengths, shared in ((little, {"cpu"}), (much, {"cpu", "cuda"})):
+        given = lengths, np.array(lengths), 512
+        assert {device for device in ("cpu", "cuda") if layout.share(*given, torch.device(device))} == shared
+
+
 def test_on_a_gpu_some_rows_may_be_empty_so_that_few_numbers_of_them_are_recorded() -> None:
     gpu = torch.device("cuda")
     found = {layout._few(count, gpu) for count in range(1, 65)}

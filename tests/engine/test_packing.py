@@ -67,13 +67,18 @@ def test_a_tree_holds_every_prefix_once(shared: bool) -> None:
 
 
 def force(model: Any, ids: Tensor, mask: Tensor, tokens: Tensor, kept: Tensor, together: bool = False, first: int = 0) -> Forced:
-    """together: the first source and the third share a row, and a last row is empty."""
-    size, device = model.config.hidden_size, torch.device("cpu")
+    """together: the first source and the third share a row, a last row is empty, and there is more room than needed, as on a
+    GPU."""
+    size, gpu = model.config.hidden_size, torch.device("cuda")
     if not together:
-        return Forced(Source(model, ids, mask), plant(model, tokens, kept, packing.plan(tokens, kept, size, device, first=first)))
+        planned = packing.plan(tokens, kept, size, torch.device("cpu"), first=first)
+        return Forced(Source(model, ids, mask), plant(model, tokens, kept, planned))
     texts = [row[keep].numpy() for row, keep in zip(ids, mask, strict=True)]
-    batch = layout.side_by_side(texts, np.array([0, 1, 0]), 3, PAD, device)
-    planned = packing.plan(tokens, kept, size, device, first=first, rows=3, row=batch["row"])
+    batch = layout.side_by_side(texts, np.array([0, 1, 0]), 3, PAD, gpu)
+    planned = packing.plan(tokens, kept, size, gpu, first=first, rows=3, row=batch["row"])
+    assert planned.nodes is not None
+    assert planned.asked > packing.distinct_prefixes(tokens.numpy()[:, first:], kept.numpy()[:, first:]).sum()
+    assert batch["mask"].shape[1] > batch["mask"].sum(1).max()
     shared = layout.Shared(batch["segment"], batch["position"])
     source = Source(model, batch["input_ids"], batch["mask"], whole=False, shared=shared)
     return Forced(source, plant(model, tokens, kept, planned, batch["row"]))

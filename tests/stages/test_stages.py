@@ -777,6 +777,7 @@ TEXTS = [
     "two\nlines\n\nand\ttabs",
     "  spaces  around , and . marks ! ",
     "日本語 <b> \x00 \u202e",
+    "<mask_1> is </s> no <pad>",
 ]
 
 
@@ -794,3 +795,11 @@ def test_a_created_model_loads_in_transformers_and_its_tokenizer_loses_nothing(t
         assert tokenizer.decode(ids, skip_special_tokens=True) == text
     output = model.generate(**tokenizer(TEXTS[0], return_tensors="pt"), max_new_tokens=3)
     assert output.shape[1] <= 4
+
+
+def test_the_smallest_vocabulary_is_all_bytes_and_the_special_tokens(tmp_path: Path, data: str) -> None:
+    given = {"output": str(tmp_path / "new"), "data": data}
+    with pytest.raises(CalibeamError, match="vocab_size must be at least 261, got 260"):
+        create.Config(vocab_size=260, **given)
+    folder = create.run(create.Config(vocab_size=261, **given))
+    assert counts(folder)["vocabulary"] == 261

@@ -16,6 +16,7 @@ import pytest
 import forked
 from calibeam import store, studies
 from calibeam.records import CalibeamError
+from calibeam.studies.walk import Agenda, Workers
 from conftest import TINY_RECIPE, sentence
 
 RECIPE = f"""
@@ -102,7 +103,7 @@ def test_what_fails_is_told_with_its_step_and_the_others_go_on(place: Path) -> N
     assert ended.returncode == 2
     assert f"calibrate -> {obstacle}: {obstacle} is in use" in " ".join(ended.stderr.split())
     assert "Traceback" not in ended.stdout + ended.stderr
-    assert "What does not need this step goes on" in ended.stdout
+    assert "What does not need this goes on" in ended.stdout
     assert not Path("out/final").exists()
     assert [record["slic"] for record in studies.read(Path("out/length"))] == ["no", "no", "yes", "yes"]
 
@@ -117,6 +118,31 @@ def test_a_worker_that_dies_is_told(place: Path) -> None:
         said = " ".join(process.said()[1].split())
     assert "its process has died" in said
     assert "Traceback" not in said
+
+
+def test_a_worker_that_died_idle_is_replaced(place: Path) -> None:
+    from calibeam import recipe
+
+    agenda = Agenda([studies.plan("final", recipe.read(Path("recipe.toml")))[-1]])
+    step = agenda.begin()
+    assert step is not None
+    with Workers(1) as workers:
+        (idle,) = workers._free
+        idle._process.kill()
+        idle._process.join()
+        workers.start(step, force=False)
+        assert [*workers.finished()] == [(step, None)]
+    assert Path(step.config.output, store.MANIFEST).is_file()
+
+
+def test_a_folder_in_use_is_refused_before_any_step(place: Path) -> None:
+    from calibeam import recipe
+
+    Path("out/length").mkdir(parents=True)
+    Path("out/length/something else").touch()
+    with pytest.raises(CalibeamError, match="out/length is in use"):
+        studies.run("final,length", recipe.read(Path("recipe.toml")))
+    assert not Path("out/steps").exists()
 
 
 def test_several_studies_have_folders_of_their_own(place: Path) -> None:

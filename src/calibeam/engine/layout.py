@@ -16,8 +16,9 @@ from torch import Tensor
 
 from calibeam.engine.graphs import room
 
-WORTH = 0.9
-"""Of the work of a row for each example: with less saved than the rest, that is simpler."""
+WORTH = {"cpu": 0.9, "cuda": 0.6}
+"""The most of the work of a row for each example that is worth sharing rows. A GPU has every shape to record: where little is
+saved, more shapes cost more."""
 ROOMY = ((1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (4, 4))
 """What is tried: rows with room for so many times the longest source, and so many times what most is written for."""
 
@@ -39,7 +40,7 @@ def share(lengths: Sequence[int], nodes: np.ndarray, size: int, device: torch.de
     """
     own = np.array(lengths)
     longest, most = room(int(own.max()), device), room(int(nodes.max()), device)
-    best, row = WORTH * _work(len(own), longest, most, size), None
+    best, row = WORTH.get(device.type, WORTH["cuda"]) * _work(len(own), longest, most, size), None
     for more, more_nodes in ROOMY:
         found = _fitted(own / (more * longest), nodes / (more_nodes * most))
         rows = _few(int(found.max()) + 1, device)

@@ -62,12 +62,16 @@ def plan(
     count = distinct_prefixes(token_ids.numpy(), mask.numpy())
     # The larger the model, the more a place costs beside one more shape to record.
     of_nodes, of_tokens = (8, 8) if size >= LARGE else (2, 1)
-    told, targets = (room(int(some.sum()), device, per_octave=of_tokens) for some in (mask[:, first:], mask[:, 0]))
-    told, targets = min(told, mask[:, first:].numel()), min(targets, mask[:, 0].numel())
     own = count if row is None else np.bincount(row.numpy(), weights=count).astype(int)
     nodes = -room(int(own.max()), device, per_octave=of_nodes) // 8 * -8  # attention's kernels want multiples of 8
-    is_less = sequences > 1 and nodes * (6 * size + nodes) < sequences * length * (6 * size + length)
-    if row is None and not is_less:
+    is_tree = row is not None or (sequences > 1 and nodes * (6 * size + nodes) < sequences * length * (6 * size + length))
+
+    def places(some: Tensor, per_octave: int) -> int:
+        return min(room(int(some.sum()), device, per_octave=per_octave), some.numel())
+
+    # What is told of a node of a tree is no more than looked up, once it is asked.
+    told, targets = places(mask[:, first:], 1 if is_tree else of_tokens), places(mask[:, 0], min(2, of_tokens))
+    if not is_tree:
         return Plan(batch, None, told, told, first, targets)
     asked = distinct_prefixes(token_ids.numpy()[:, first:], mask.numpy()[:, first:]) if first else count
     rows = batch if row is None else rows
@@ -487,7 +491,7 @@ class Forced:
             theirs = reference.states[of_example, in_target.clamp(max=reference.states.shape[1] - 1)]
             ours = self._head.scaled(_at(self._nodes, place[tree.targets]))
             divergence = self._head.divergence(ours, reference.head, theirs).masked_fill(~mask[tree.targets], 0.0)
-            return divergence.new_zeros(len(tree.mask)).index_add(0, of_example, divergence)
+            return divergence.new_zeros(mask.numel()).index_copy(0, tree.targets, divergence).view(len(tree.mask), -1).sum(-1)
         length = tree.mask.shape[-1] if reference is None else reference.states.shape[1]
         token_ids, mask = (each[:, 0, :length] for each in (tree.token_ids, tree.mask))
         states = self._first_states(length)

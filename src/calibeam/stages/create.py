@@ -41,7 +41,7 @@ SIZES = {
 class Config(StageConfig):
     data: str = option("", "the folder written by prepare, to train a small tokenizer on", identity=False)
     tokenizer: str = option("", "the folder written by tokenizer, instead", identity=False)
-    vocab_size: int = option(8192, "tokens of the vocabulary, if it is trained here", at_least=260)
+    vocab_size: int = option(8192, "tokens of the vocabulary, if it is trained here", at_least=256 + len(SPECIAL))
     size: str = option("tiny", "a size by name, the last four the paper's; the settings below override it", choices=lambda: SIZES)
     d_model: int | None = option(None, "hidden size", at_least=8)
     encoder_layers: int | None = option(None, "layers of the encoder", at_least=1)

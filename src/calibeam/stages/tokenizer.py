@@ -136,11 +136,12 @@ def fast(model: bytes) -> Any:
     tokenizer.decoder = decoders.Sequence([
         decoders.ByteFallback(), decoders.Fuse(), decoders.Replace(SPACE, " "), decoders.Strip(" ", 1, 0),
     ])  # fmt: skip
-    return ending(tokenizer, split_special_tokens=True)
+    return ending(tokenizer)
 
 
-def ending(tokenizer: Any, **options: Any) -> Any:
-    """A tokenizer of `tokenizers` for Hugging Face, with an end token after every sequence."""
+def ending(tokenizer: Any) -> Any:
+    """A tokenizer of `tokenizers` for Hugging Face, with an end token after every sequence. Names of special tokens in a text are
+    text."""
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
@@ -148,4 +149,6 @@ def ending(tokenizer: Any, **options: Any) -> Any:
         single=f"$A {EOS}", pair=f"$A $B {EOS}", special_tokens=[(EOS, tokenizer.token_to_id(EOS))]
     )
     named = {"pad_token": PAD, "eos_token": EOS, "unk_token": UNK, "mask_token": MASK_TOKEN}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, additional_special_tokens=[MASK_SENTENCE], **options)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, **named, additional_special_tokens=[MASK_SENTENCE], split_special_tokens=True
+    )

@@ -66,6 +66,8 @@ def run(names: str, tables: dict[str, Any], *, jobs: int = 1, force: bool = Fals
     plans = {name: plan(name, tables) for name in _split(names)}
     if len({config.output for config, _, _ in plans.values()}) < len(plans):
         raise CalibeamError("study.output is one folder for several studies: leave it out, and each has its own")
+    for config, _, _ in plans.values():
+        store.is_free(Path(config.output))  # refuse a folder in use now, not after hours of work
     every, places = [rows for _, _, rows in plans.values()], dict[str, Path]()
     pipeline.check_models(preview.expected([row for rows in every for row in rows]))
 

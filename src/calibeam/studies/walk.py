@@ -15,10 +15,14 @@ from typing import Any, cast
 
 from calibeam import display, distributed, signals
 from calibeam.pipeline import Step
+from calibeam.recipe import ModelStageConfig
 from calibeam.records import CalibeamError
 from calibeam.studies import preview
 from calibeam.studies.plan import Point, Row, in_order
 from calibeam.studies.results import best
+
+MEMORY_SHARE = 0.9
+"""Of a GPU's memory, for what its processes allocate; each holds some more by itself."""
 
 
 def walk(
@@ -52,10 +56,12 @@ def walk(
                 return errors
             for step, error in workers.finished():
                 if error is None:
-                    finish(step)
-                else:
-                    what = error if isinstance(error, CalibeamError) else f"{step.stage} -> {step.config.output}: failed"
-                    display.say(f"{what}\nWhat does not need this step goes on", style="yellow")
+                    try:
+                        finish(step)
+                    except CalibeamError as of_table:
+                        error = of_table
+                if error is not None:
+                    display.say(f"{error}\nWhat does not need this goes on", style="yellow")
                     errors.append(error)
                 bar.advance()
 
@@ -146,7 +152,11 @@ class Workers:
 
     def start(self, step: Step, force: bool) -> None:
         worker = self._free.pop(0)
-        worker.connection.send((step, force))
+        try:
+            worker.connection.send((step, force))
+        except OSError:  # it has died meanwhile
+            worker = worker.replaced()
+            worker.connection.send((step, force))
         self._at_work[worker] = step
 
     def finished(self) -> Iterator[tuple[Step, Exception | None]]:
@@ -161,8 +171,7 @@ class Workers:
                 error = CalibeamError(
                     f"{step.stage} -> {step.config.output}: its process has died; is there too little memory? Try fewer --jobs"
                 )
-                worker.end()
-                worker = worker.another()
+                worker = worker.replaced()
             self._free.append(worker)
             yield step, error
 
@@ -178,7 +187,9 @@ class _Worker:
             self._process.start()
         theirs.close()
 
-    def another(self) -> _Worker:
+    def replaced(self) -> _Worker:
+        """One that has died, by another."""
+        self.end()
         return _Worker(*self._shares)
 
     def stop(self) -> None:
@@ -207,15 +218,13 @@ def _work(connection: Connection, gpu: str | None, memory: float, cores: int) ->
 
     quiet()
     torch.set_num_threads(cores)
-    if torch.cuda.is_available():
-        torch.cuda.set_per_process_memory_fraction(memory)
     display.console.quiet = display.errors.quiet = True
     signals.follow_parent()
     try:
         with signals.listening():
             while True:
                 step, force = connection.recv()
-                connection.send(_error_of(step, force))
+                connection.send(_error_of(step, force, memory))
                 gc.collect()
                 if torch.cuda.is_initialized():
                     torch.cuda.empty_cache()
@@ -225,9 +234,15 @@ def _work(connection: Connection, gpu: str | None, memory: float, cores: int) ->
         sys.exit(stop.exit_code)
 
 
-def _error_of(step: Step, force: bool) -> Any:
-    """Run a step."""
+def _error_of(step: Step, force: bool, memory: float) -> Any:
+    """Run a step, with a share of its GPU's memory if it uses one."""
+    import torch
+
+    from calibeam import seq2seq
+
     try:
+        if isinstance(step.config, ModelStageConfig) and seq2seq.best_device(step.config.device).type == "cuda":
+            torch.cuda.set_per_process_memory_fraction(MEMORY_SHARE * memory)
         step.run(force=force)
     except CalibeamError as error:
         return CalibeamError(f"{step.stage} -> {step.config.output}: {error}")
