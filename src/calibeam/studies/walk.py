@@ -35,18 +35,18 @@ def walk(
     """
     if jobs > 1 and distributed.size() > 1:
         raise CalibeamError("--jobs starts its own processes, one for every step at work: start it alone, without torchrun")
-    agenda = Agenda(studies)
-
-    def finish(step: Step) -> None:
-        for number, points in agenda.finish(step):
-            measured(number, points)
-
+    agenda, errors = Agenda(studies), list[Exception]()
     if jobs == 1:
         while step := agenda.begin():
             step.run(force=force)
-            finish(step)
+            for study in agenda.finish(step):
+                measured(*study)
         return []
-    errors: list[Exception] = []
+
+    def note(error: Exception) -> None:
+        display.say(f"{error}\nWhat does not need this goes on", style="yellow")
+        errors.append(error)
+
     with Workers(min(jobs, agenda.total)) as workers, display.Bar("steps", agenda.total) as bar:
         while True:
             while workers.are_free and (step := agenda.begin()):
@@ -55,15 +55,15 @@ def walk(
             if not workers.at_work:
                 return errors
             for step, error in workers.finished():
-                if error is None:
-                    try:
-                        finish(step)
-                    except CalibeamError as of_table:
-                        error = of_table
-                if error is not None:
-                    display.say(f"{error}\nWhat does not need this goes on", style="yellow")
-                    errors.append(error)
                 bar.advance()
+                if error is not None:
+                    note(error)
+                    continue
+                for study in agenda.finish(step):
+                    try:
+                        measured(*study)
+                    except CalibeamError as of_table:
+                        note(of_table)
 
 
 class Agenda:
