@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 import signal
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ import pytest
 import forked
 from calibeam import store, studies
 from calibeam.records import CalibeamError
-from calibeam.studies.walk import Agenda, Workers
+from calibeam.studies.plan import Point
+from calibeam.studies.walk import Agenda, Workers, walk
 from conftest import TINY_RECIPE, sentence
 
 RECIPE = f"""
@@ -106,6 +107,23 @@ def test_what_fails_is_told_with_its_step_and_the_others_go_on(place: Path) -> N
     assert "What does not need this goes on" in ended.stdout
     assert not Path("out/final").exists()
     assert [record["slic"] for record in studies.read(Path("out/length"))] == ["no", "no", "yes", "yes"]
+
+
+def test_a_table_that_fails_keeps_no_other_from_being_made(place: Path) -> None:
+    """Of two studies that end with the same step."""
+    from calibeam import recipe
+
+    every = [studies.plan(name, recipe.read(Path("recipe.toml")))[-1][:1] for name in ("length", "length")]
+    told = []
+
+    def measured(number: int, points: Sequence[Point]) -> None:
+        told.append((number, len(points)))
+        if number == 0:
+            raise CalibeamError("no room for the table")
+
+    errors = walk(every, measured, jobs=2)
+    assert [str(error) for error in errors] == ["no room for the table"]
+    assert told == [(0, 1), (1, 1)]
 
 
 def test_a_worker_that_dies_is_told(place: Path) -> None:

@@ -41,7 +41,7 @@ def walk(
             step.run(force=force)
             for study in agenda.finish(step):
                 measured(*study)
-        return []
+        return errors
 
     def note(error: Exception) -> None:
         display.say(f"{error}\nWhat does not need this goes on", style="yellow")
@@ -89,15 +89,17 @@ class Agenda:
         display.say(f"[{len(self._begun)}/{self.total}] {step.stage} -> {step.config.output}", style="bold")
         return step
 
-    def finish(self, step: Step) -> Iterator[tuple[int, list[Point]]]:
+    def finish(self, step: Step) -> list[tuple[int, list[Point]]]:
         """The studies of which everything is measured now, with the point of each row."""
         self._done.add(step.config.output)
         self._look()
+        complete = list[tuple[int, list[Point]]]()
         for number, rows in enumerate(self._studies):
             points = [self._chosen[id(row)] for row in rows if id(row) in self._chosen]
             if number not in self._told and len(points) == len(rows) and self._are_done([point.measured for point in points]):
                 self._told.add(number)
-                yield number, points
+                complete.append((number, points))
+        return complete
 
     def _look(self) -> None:
         """What is known of the rows by now."""
