@@ -61,6 +61,14 @@ def test_what_was_measured_is_predicted() -> None:
     assert found["decode"].flops == pytest.approx(1e6 * once(512, 64, 15))
 
 
+def test_several_learning_rates_are_several_calibrations() -> None:
+    """And as many models as there are, and the best one once more."""
+    more = {**tables()["calibrate"], "learning_rate": [1e-6, 1e-5, 1e-4]}
+    one, three = (by_stage(each, sources=10_000)["calibrate"] for each in (tables(), tables(calibrate=more)))
+    assert three.flops == pytest.approx(3 * one.flops)
+    assert three.storage == 4 * one.storage
+
+
 def test_a_small_model_is_slower_than_its_flops_and_one_between_lies_between() -> None:
     """14,731 dialogues of SAMSum in 28.4 seconds, five of them to begin."""
 

@@ -210,7 +210,7 @@ def files(tmp_path: Path, rows_file: Make) -> list[str]:
     """The options for 8 training rows and 6 for validation."""
     train, validation = rows_file("train.jsonl", 8), rows_file("validation.jsonl", 6, first=50)
     return ["--train", str(train), "--validation", str(validation), "--max-source-length", "24", "--max-target-length", "8",
-            "--num-candidates", "4", "--learning-rate", "1e-3"]  # fmt: skip
+            "--num-candidates", "4", "--learning-rate", "1e-3", "--learning-rate", "1e-4"]  # fmt: skip
 
 
 def invoke(*arguments: str | Path) -> Any:
@@ -262,7 +262,11 @@ def test_a_model_of_ones_own_becomes_a_checkpoint(family: str, tmp_path: Path, f
     assert "Zhao et al., ICLR 2023" in card
     assert "Nothing changed" not in card + done.output
     check_generates_what_was_evaluated(tmp_path / "new", work)
-    assert json.loads((work / "calibrate" / store.MANIFEST).read_text())["counts"]["best_step"] > 0
+    calibrated = json.loads((work / "calibrate" / store.MANIFEST).read_text())
+    assert calibrated["counts"]["best_step"] > 0
+    rate = calibrated["counts"]["learning_rate"]
+    assert rate in calibrated["settings"]["learning_rate"] == [1e-3, 1e-4]
+    assert f"| cross_entropy, lambda 1 |\n| learning rate, batch | {rate}, 8 |" in card
     before, after = (seq2seq.load(folder, device="cpu").model for folder in (tmp_path / "my-model", tmp_path / "new"))
     assert any((a != b).any() for a, b in zip(before.parameters(), after.parameters(), strict=True))
     answer = report.answer(json.loads((work / "report/figures.json").read_text())["rows"])
@@ -277,7 +281,8 @@ def test_other_settings_are_tried_on_the_same_candidates_and_lengths_fit_the_mod
     one, two = tmp_path / "one", tmp_path / "two"
     given = ("--model", model_folder("bart"), *files[:4], "--num-candidates", "4")
     assert invoke(*given, "--output", one, *SMALL).exit_code == 0
-    done = invoke(*given, "--output", two, "--reuse", tmp_path / "one-work", "--learning-rate", "2e-3", *SMALL)
+    rates = ("--learning-rate", "2e-3", "--learning-rate", "3e-3")
+    done = invoke(*given, "--output", two, "--reuse", tmp_path / "one-work", *rates, *SMALL)
     assert done.exit_code == 0, done.output
     for stage in ("prepare", "decode", "score"):
         assert f"{stage}: done already, verified" in done.output
@@ -286,7 +291,7 @@ def test_other_settings_are_tried_on_the_same_candidates_and_lengths_fit_the_mod
         store.read(place, stage).manifest["settings"]
         for place, stage in ((tmp_path / "one-work/decode", "decode"), (tmp_path / "two-work/calibrate", "calibrate"))
     )
-    assert (decoded["max_source_length"], calibrated["max_target_length"], calibrated["learning_rate"]) == (64, 64, 2e-3)
+    assert (decoded["max_source_length"], calibrated["max_target_length"], calibrated["learning_rate"]) == (64, 64, [2e-3, 3e-3])
     with pytest.raises(CalibeamError, match=f"{two} is one stage of a run, `export`: give {tmp_path / 'two-work'}, the folder"):
         compare.run([one.with_name("one-work"), two], None)
 
@@ -301,7 +306,7 @@ def test_where_no_step_is_better_the_model_comes_back_as_it_was_and_everybody_is
     own = {file.name: file.read_bytes() for file in (tmp_path / "mine/model").iterdir()}
     for name in ("trainer_state.json", "notes.txt"):
         (tmp_path / "mine/model" / name).write_text("{}")
-    new, settings = tmp_path / "out/mine/model", [*SMALL, "calibrate.learning_rate=1e-30"]
+    new, settings = tmp_path / "out/mine/model", [*SMALL, "calibrate.learning_rate=1e-30", "calibrate.reg_weight=1"]
     done = invoke("--model", tmp_path / "mine", *files, "--work", tmp_path / "work", "--output", new, *settings)
     assert done.exit_code == 0, done.output
     exported = {file.name: file.read_bytes() for file in new.iterdir()}
@@ -312,7 +317,7 @@ def test_where_no_step_is_better_the_model_comes_back_as_it_was_and_everybody_is
     page = html.unescape((tmp_path / "work/report.html").read_text())
     remarks = [
         "Nothing changed: no step was better on validation, so the model is exported unchanged. "
-        "Another learning_rate, pairs=all or a smaller beta may do better.",
+        "Another learning_rate or a smaller beta may do better.",
         f"The fine-tuned model's generation config asks for length_penalty=2.0, no_repeat_ngram_size=3 and forced_eos_token_id="
         f"{model.generation_config.forced_eos_token_id}. Both models were "
         "decoded without: with its own settings the fine-tuned model may do better than it does here.",

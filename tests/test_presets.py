@@ -38,6 +38,12 @@ def test_slic_is_what_the_stages_do_anyway() -> None:
             assert getattr(module.Config, key) == value
 
 
+def test_all_pairs_is_slic_but_for_pairs_and_learning_rates() -> None:
+    slic, own = presets.PRESETS["slic"], presets.PRESETS["all-pairs"]
+    rates = {"pairs": "all", "learning_rate": [1e-5, 1e-4], "lr_scheduler_type": "linear"}
+    assert own == {**slic, "calibrate": {**slic["calibrate"], **rates}}
+
+
 def test_a_preset_does_not_ask_for_fine_tuning() -> None:
     assert "finetune" not in [step.stage for step in pipeline.plan({**RECIPE, "preset": "slic"})]
 

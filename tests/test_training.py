@@ -46,6 +46,9 @@ def scored(tmp_path: Path, data: Path, model_folder: Make) -> dict[str, str]:
     return {**model, "scored": str(score.run(score.Config(**model, candidates=str(found), output=str(tmp_path / "score"))))}
 
 
+COMPARED = {"regularizer": "none", "max_steps": 4, "eval_steps": 2, "pairs": "all"}
+
+
 def with_dropout(rate: float, model: Path) -> Path:
     """Changes the model's config in place."""
     config = json.loads((model / "config.json").read_text())
@@ -295,6 +298,69 @@ def test_a_calibration_may_choose_by_similarity_in_the_states_of_the_fine_tuned_
         max_target_length=config.max_target_length, batch_size=3,
     )  # fmt: skip
     assert seen[0] == pytest.approx(sum(values[0] for values in compared) / len(compared), rel=1e-5)
+
+
+def test_of_several_learning_rates_the_best_on_validation_is_kept(
+    scored: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it, to the byte, and what each had."""
+    rates = {"1e-30": 1e-30, "0.001": 1e-3, "1": 1.0}
+    together = {**COMPARED, "learning_rate": tuple(rates.values())}
+    folder = calibrated(scored, "several", **together)
+    alone = {name: calibrated(scored, f"alone-{name}", **{**COMPARED, "learning_rate": rate}) for name, rate in rates.items()}
+    reached = {name: manifest(place)["counts"]["best_perplexity"] for name, place in alone.items()}
+    assert min(reached, key=lambda name: reached[name]) == "0.001"
+    assert manifest(alone["1"])["counts"]["best_step"] == 0
+    for name, place in alone.items():
+        assert manifest(folder.with_name(f"several-{name}"))["files"] == manifest(place)["files"]
+    found = manifest(folder)
+    assert found["files"] == manifest(alone["0.001"])["files"]
+    assert found["counts"] == {**manifest(alone["0.001"])["counts"], "learning_rate": 1e-3}
+    assert found["settings"]["learning_rate"] == [1e-30, 1e-3, 1.0]
+    listed = ", ".join(f"{reached[name]:.4g} with {name}" for name in rates)
+    assert found["notes"][-1] == f"learning rate 0.001, by validation perplexity: {listed}"
+    assert "kept learning rate 0.001" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(CalibeamError, match="learning_rate must not be empty"):
+        calibrated(scored, "none", learning_rate=())
+
+
+def test_one_learning_rate_in_a_list_is_one(scored: dict[str, str]) -> None:
+    one, same = calibrated(scored, "one", learning_rate=(1e-3,)), calibrated(scored, "same")
+    assert manifest(one)["origin"] == manifest(same)["origin"]
+    assert not one.with_name("one-0.001").exists()
+
+
+def test_of_several_learning_rates_one_that_diverges_is_left_out(scored: dict[str, str]) -> None:
+    """Cross entropy, weighed by 1e-5 / 1e-40, is too large for float32."""
+    rates = {"learning_rate": (1e-40, 1e-3), "reg_weight": None, "regularizer": "cross_entropy"}
+    folder = calibrated(scored, "several", **rates)
+    assert manifest(folder)["counts"]["learning_rate"] == 1e-3
+    assert manifest(folder)["notes"][-1].endswith("with 0.001, none with 1e-40")
+    with pytest.raises(CalibeamError, match="the loss is inf at step 1"):
+        calibrated(scored, "none", **{**rates, "learning_rate": (1e-40, 1e-41)})
+
+
+def test_learning_rates_that_were_tried_before_a_stop_are_not_tried_again(
+    scored: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rates, calibrate_one = (1e-3, 1e-4), calibrate._calibrate
+
+    def stopped(config: calibrate.Config, *rest: Any) -> None:
+        if config.learning_rate == rates[1]:
+            raise KeyboardInterrupt
+        calibrate_one(config, *rest)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(calibrate, "_calibrate", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            calibrated(scored, "several", learning_rate=rates)
+    output = Path(scored["data"]).with_name("several")
+    assert not output.exists()
+    first = output.with_name("several-0.001") / store.MANIFEST
+    before = first.read_bytes()
+    calibrated(scored, "several", learning_rate=rates)
+    assert first.read_bytes() == before
+    assert manifest(output)["counts"]["learning_rate"] in rates
 
 
 def test_patience_stops_early(data: Path, model_folder: Make) -> None:

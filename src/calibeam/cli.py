@@ -260,10 +260,10 @@ def calibrate_model(
         int | None, typer.Option(help="candidates per training source; 15, or the preset's, if not given")
     ] = None,
     learning_rate: Annotated[
-        float | None,
-        typer.Option(help="of calibration: the setting most worth trying several values of; 1e-5, or the preset's, if not given"),
+        list[float] | None,
+        typer.Option(help="of calibration; of several, the one that does best on validation; the preset's if not given"),
     ] = None,
-    preset: Annotated[str, typer.Option(help=f"settings by name: {', '.join(PRESETS)}")] = "slic",
+    preset: Annotated[str, typer.Option(help=f"settings by name: {', '.join(PRESETS)}")] = "all-pairs",
     work: Annotated[Path | None, typer.Option(help="folder of the stages; OUTPUT-work if not given")] = None,
     reuse: Annotated[
         Path | None,

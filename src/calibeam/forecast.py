@@ -275,7 +275,7 @@ def _saves(step: Step, data: Data) -> float:
     """How many checkpoints a training writes."""
     if step.stage not in TRAINING:
         return 0.0
-    config, steps = step.config, cost.seen(step, data) / step.config.batch_size
+    config, steps = step.config, _tries(step) * cost.seen(step, data) / step.config.batch_size
     validated = config.eval_steps or math.ceil(cost.epoch(step, data) / config.batch_size)
     return steps / config.save_steps + steps / validated - steps / math.lcm(config.save_steps, validated)
 
@@ -292,7 +292,12 @@ def _storage(step: Step, size: Size | None, data: Data) -> float:
         _, target = cost.lengths_of(step, data)
         candidates = step.config.num_candidates if step.stage == "decode" else _candidates(step)
         return cost.examples_of(step, data) * candidates * target * BYTES_PER_OUTPUT_TOKEN[step.stage]
-    return 4.0 * size.all_parameters if size and step.stage in TRAINING else 0.0
+    models = _tries(step) + (_tries(step) > 1)  # the best one twice
+    return 4.0 * size.all_parameters * models if size and step.stage in TRAINING else 0.0
+
+
+def _tries(step: Step) -> int:
+    return len(step.config.learning_rates) if step.stage == "calibrate" else 1
 
 
 def _gpu_memory(step: Step, size: Size | None, data: Data, gpu: str, processes: int) -> float:
@@ -349,7 +354,7 @@ def _has_reference(step: Step) -> bool:
 def _remembered(step: Step, size: Size | None, data: Data) -> float:
     """Bytes of the frozen reference's states at all targets, if it is held in that form (`reference.pays`)."""
     _, target = cost.lengths_of(step, data)
-    needed = cost.epoch(step, data) * target * size.attention_size * 2.0 if size else 0.0
+    needed = cost.epoch(step, data) * target * size.hidden_size * 2.0 if size else 0.0
     return needed if cost.seen(step, data) >= cost.epoch(step, data) and needed <= MEMORY / MEMORY_SHARE else 0.0
 
 

@@ -95,6 +95,10 @@ class ExamplesConfig(TrainingConfig):
         return Plan(steps, self.eval_steps or steps_per_epoch, select, self.patience)
 
 
+class DivergedError(CalibeamError):
+    """The loss or its gradient is no number any more."""
+
+
 class Plan(NamedTuple):
     """How long to train, and which weights to keep."""
 
@@ -576,9 +580,9 @@ def clear_gradients(parameters: Sequence[Tensor]) -> None:
         torch._foreach_zero_(gradients)
 
 
-def _not_finite(what: str, value: float, step: int, batch: Sequence[Item]) -> CalibeamError:
+def _not_finite(what: str, value: float, step: int, batch: Sequence[Item]) -> DivergedError:
     names = ", ".join(item.name for item in batch[:8]) + (", ..." if len(batch) > 8 else "")
-    return CalibeamError(
+    return DivergedError(
         f"the {what} is {value} at step {step}, on examples {names}. Nothing of this step was saved. "
         "A lower learning rate may help; so may a look at these examples"
     )

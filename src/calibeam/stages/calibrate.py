@@ -3,20 +3,24 @@
 Reads:   the folders written by prepare and score, and the fine-tuned model
 Writes:  model/: the calibrated checkpoint; log.jsonl: every step and validation; with lora_save=adapter also adapter/
 Example: calibeam calibrate out/data.toml loss=rank beta=10 regularizer=kl learning_rate=1e-5
+
+Of several learning rates, learning_rate=[1e-5, 1e-4], each is tried in a folder of its own beside the output, which then gets
+what is in the best one's.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from calibeam import display, functions, lora, reference, store
+from calibeam import display, distributed, functions, lora, reference, store
 from calibeam.paper.calibration import CALIBRATION_LOSSES, PAIR_LOSSES, ordered_pairs, sample_pair
 from calibeam.paper.decoding import length_normalised
 from calibeam.paper.regularization import REGULARIZERS, WITHOUT_REFERENCE
@@ -27,6 +31,7 @@ from calibeam.reference import Reference, Switch
 from calibeam.training import (
     SELECTIONS,
     Compact,
+    DivergedError,
     ExamplesConfig,
     Pairs,
     Problem,
@@ -47,7 +52,9 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, kw_only=True)
 class Config(ExamplesConfig):
     scored: str = option(help="the folder written by score", identity=False)
-    learning_rate: float = option(1e-5, "the peak learning rate", above=0)
+    learning_rate: float | tuple[float, ...] = option(  # type: ignore[assignment]  # what is trained with has one
+        1e-5, "the peak learning rate; of several, the one that does best on validation", above=0
+    )
     loss: str | Callable[..., Any] = option("rank", "Eq. 1", choices=lambda: CALIBRATION_LOSSES)
     beta: float = option(10.0, "the margin of the loss", at_least=0)
     length_alpha: float = option(0.0, "compare log P / length^alpha in the loss, as BRIO does; the paper: 0", at_least=0)
@@ -76,6 +83,8 @@ class Config(ExamplesConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if not self.learning_rates:
+            raise CalibeamError("learning_rate must not be empty")
         if self.lora_rank:
             lora.check_installed()
             if self.shard_model:
@@ -85,20 +94,67 @@ class Config(ExamplesConfig):
             if getattr(self, name) != getattr(Config, name):
                 raise CalibeamError(f"{name} is for LoRA, but lora_rank is 0")
 
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """Those to try."""
+        return self.learning_rate if isinstance(self.learning_rate, tuple) else (self.learning_rate,)
+
 
 def run(config: Config, *, force: bool = False) -> Path:
     from calibeam import seq2seq
-    from calibeam.stages.decode import check_lengths
-    from calibeam.stages.evaluate import Validation
-    from calibeam.stages.report import public_name
 
+    if len(config.learning_rates) == 1:
+        config = replace(config, learning_rate=config.learning_rates[0])
     data = store.read(config.data, "prepare")
     scored = store.read(config.scored, "score")
     start = store.read_model(seq2seq.locate(config.model))
     scored.must_come_from(data=data, model=start)
     output = store.Output("calibrate", config, {"data": data, "scored": scored, "model": start}, force=force)
-    if output.done:
-        return output.path
+    if not output.done:
+        if isinstance(config.learning_rate, tuple):
+            _take_best(config, output, force)
+        else:
+            _calibrate(config, data, scored, start, output)
+    return output.path
+
+
+def _take_best(config: Config, output: store.Output, force: bool) -> None:
+    """Try every learning rate, and make the one that does best on validation the output."""
+
+    def copy(best: store.Folder) -> None:
+        for name in best.manifest["files"]:
+            (output.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(best.path / name, output.folder / name)
+
+    with output.writing(resume=True):
+        tried, failed = dict[float, store.Folder](), dict[float, DivergedError]()
+        for rate in config.learning_rates:
+            display.say(f"calibrate: learning rate {rate:g}", style="bold")
+            trial = replace(config, learning_rate=rate, output=f"{config.output}-{rate:g}")
+            try:
+                tried[rate] = store.read(run(trial, force=force), "calibrate")
+            except DivergedError as error:
+                failed[rate] = error
+                display.say(f"  {error}", style="yellow")
+        if not tried:
+            raise failed.popitem()[1]
+        figures = {rate: folder.manifest["counts"][f"best_{config.select}"] for rate, folder in tried.items()}
+        best = max(tried, key=lambda rate: SELECTIONS[config.select] * figures[rate])
+        distributed.by_first(lambda: copy(tried[best]))
+        output.counts |= {**tried[best].manifest["counts"], "learning_rate": best}
+        listed = ", ".join(
+            [f"{each:.4g} with {rate:g}" for rate, each in figures.items()] + [f"none with {rate:g}" for rate in failed]
+        )
+        output.notes += [*tried[best].manifest["notes"], f"learning rate {best:g}, by validation {config.select}: {listed}"]
+        display.say(f"  kept {output.notes[-1]}")
+
+
+def _calibrate(config: Config, data: store.Folder, scored: store.Folder, start: store.Folder, output: store.Output) -> None:
+    from calibeam import seq2seq
+    from calibeam.stages.decode import check_lengths
+    from calibeam.stages.evaluate import Validation
+    from calibeam.stages.report import public_name
+
     model = seq2seq.load(start.path, device=config.device)
     check_lengths("calibrate", config, seq2seq.max_positions(model.model.config))
     adapter = adapt(model, config)
@@ -161,7 +217,6 @@ def run(config: Config, *, force: bool = False) -> Path:
             drift=partial(_drift, pairs.targets.mean_length) if config.regularizer == "kl" else None,
         )
         train(model.model, config, plan, problem, output)
-    return output.path
 
 
 def _check_pairs(config: Config, most: int, all_tied: bool) -> None:
@@ -240,7 +295,8 @@ class CalibrationStep:
         self._sample = loss in PAIR_LOSSES and config.pairs == "sampled"
         self._beta, self._length_alpha, self._similarity = config.beta, config.length_alpha, config.similarity
         self._config = config
-        self.reg_weight = 1e-5 / config.learning_rate if config.reg_weight is None else config.reg_weight
+        (rate,) = config.learning_rates
+        self.reg_weight = 1e-5 / rate if config.reg_weight is None else config.reg_weight
 
     def batch(
         self,

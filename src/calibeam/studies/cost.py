@@ -41,6 +41,7 @@ class Size:
     decoder_parameters: int
     encoder_layers: int
     decoder_layers: int
+    hidden_size: int
     attention_size: int
     vocabulary: int
     all_parameters: int
@@ -122,7 +123,8 @@ def _calibrate(step: Step, data: Data, once: Once) -> float:
     pair = config.pairs == "sampled" and config.loss in {loss.__name__ for loss in PAIR_LOSSES}
     candidates = 2 if pair else ancestor(step, "decode").config.num_candidates
     reference = 0.0 if needs_no_reference(config) else min(seen(step, data), epoch(step, data)) * once(1)
-    return seen(step, data) * _passes(config) * once(candidates + 1) + reference + _validating(step, data, once)
+    tries = len(config.learning_rates)
+    return tries * (seen(step, data) * _passes(config) * once(candidates + 1) + reference + _validating(step, data, once))
 
 
 def needs_no_reference(config: Any) -> bool:
@@ -251,8 +253,8 @@ def size_by(config: Any) -> Size:
     linear = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear) and layer is not head]
     attention = config.num_heads * config.d_kv if hasattr(config, "d_kv") else config.hidden_size
     return Size(
-        _parameters(encoder), _parameters(decoder), _layers(encoder), _layers(decoder), attention,
-        config.vocab_size, sum(parameter.numel() for parameter in model.parameters()),
+        _parameters(encoder), _parameters(decoder), _layers(encoder), _layers(decoder),
+        config.hidden_size, attention, config.vocab_size, sum(parameter.numel() for parameter in model.parameters()),
         sum(layer.in_features + layer.out_features for layer in linear),
     )  # fmt: skip
 

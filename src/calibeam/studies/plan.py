@@ -120,9 +120,9 @@ class Subject:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """Those to try. A recipe that names one means it."""
-        own = self.tables.get("calibrate", {}).get("learning_rate")
-        return self.config.learning_rates or (LEARNING_RATES if own is None else (own,))
+        """Those to try. A recipe that names some means them."""
+        own = self.tables.get("calibrate", {}).get("learning_rate", LEARNING_RATES)
+        return self.config.learning_rates or (tuple(own) if isinstance(own, list | tuple) else (own,))
 
     @property
     def loss(self) -> str:
