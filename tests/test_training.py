@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import math
 import re
 import tracemalloc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -312,7 +314,7 @@ def test_of_several_learning_rates_the_best_on_validation_is_kept(
     assert min(reached, key=lambda name: reached[name]) == "0.001"
     assert manifest(alone["1"])["counts"]["best_step"] == 0
     for name, place in alone.items():
-        assert manifest(folder.with_name(f"several-{name}"))["files"] == manifest(place)["files"]
+        assert manifest(folder.with_name(f"several-{rates[name]!r}"))["files"] == manifest(place)["files"]
     found = manifest(folder)
     assert found["files"] == manifest(alone["0.001"])["files"]
     assert found["counts"] == {**manifest(alone["0.001"])["counts"], "learning_rate": 1e-3}
@@ -320,8 +322,9 @@ def test_of_several_learning_rates_the_best_on_validation_is_kept(
     listed = ", ".join(f"{reached[name]:.4g} with {name}" for name in rates)
     assert found["notes"][-1] == f"learning rate 0.001, by validation perplexity: {listed}"
     assert "kept learning rate 0.001" in " ".join(capsys.readouterr().out.split())
-    with pytest.raises(CalibeamError, match="learning_rate must not be empty"):
-        calibrated(scored, "none", learning_rate=())
+    for wrong in ((), (1e-3, 1e-3)):
+        with pytest.raises(CalibeamError, match="learning_rate must be one or several different numbers, got"):
+            calibrated(scored, "none", learning_rate=wrong)
 
 
 def test_one_learning_rate_in_a_list_is_one(scored: dict[str, str]) -> None:
@@ -456,3 +459,29 @@ def test_a_run_whose_divergence_runs_away_stops_before_the_next_validation(score
         2,
         3,
     ]
+
+
+@pytest.mark.parametrize("train", [tune, calibrated])
+def test_nothing_holds_a_model_that_was_trained(
+    train: Any, data: Path, model_folder: Make, scored: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The next stage, or learning rate, begins with all the memory; also after one that failed."""
+    held, load = list[Any](), seq2seq.load
+
+    def remembered(*arguments: Any, **named: Any) -> Any:
+        model = load(*arguments, **named)
+        held.append(weakref.ref(model.model))
+        return model
+
+    monkeypatch.setattr(seq2seq, "load", remembered)
+    gc.collect()
+    gc.disable()
+    try:
+        if train is tune:
+            tune(data, model_folder("t5"), "tuned")
+        else:
+            calibrated(scored, "several", learning_rate=(1e-40, 1e-3), reg_weight=None, regularizer="cross_entropy")
+        assert held
+        assert not any(model() is not None for model in held)
+    finally:
+        gc.enable()

@@ -21,7 +21,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,6 +41,7 @@ log = logging.getLogger("calibeam")
 
 FORMAT = 1
 MANIFEST = "manifest.json"
+ELAPSED = ".seconds"  # of the attempts before, in the same place
 ORIGIN = "origin.json"  # in the folder of a stage under way that can be resumed
 DECIDING = ("calibeam", "torch", "transformers", "tokenizers")
 """The packages of which one half of a stage must not be made by one version and the other by another, in whichever process."""
@@ -548,13 +549,13 @@ class Output:
         except OSError as error:
             raise CalibeamError(f"{self.path} cannot be created: {error}") from error
         with _explained(self.path), _lock(self.path):
-            origin = self.folder / ORIGIN
+            origin, clock = self.folder / ORIGIN, None
             try:
                 self._check_partial()  # again: another process may have begun meanwhile
                 if not (resume and origin.is_file()) or self._changes():
                     shutil.rmtree(self.folder, ignore_errors=True)
                     self.folder.mkdir()
-                started, clock = time.time(), time.monotonic()
+                started, clock = time.time(), time.monotonic() - _elapsed(self.folder)
                 if resume:
                     write_file(origin, json.dumps(self._beginning()))
                 self._must_be_seen()
@@ -568,6 +569,9 @@ class Output:
                     ) from error
                 if not any((self.folder / name).is_file() for name in (ORIGIN, MANIFEST)):
                     shutil.rmtree(self.folder, ignore_errors=True)
+                elif clock is not None:
+                    with suppress(OSError):
+                        write_file(self.folder / ELAPSED, str(time.monotonic() - clock))
                 raise
         self.done = True
         _wait_for_first()
@@ -673,6 +677,11 @@ class Output:
         _remove(self._old)
 
 
+def discard(place: Path) -> None:
+    """What a stage left that did not come to its end there."""
+    _remove(place.with_name(f".{place.name}.partial"))
+
+
 def _remove(path: Path) -> None:
     """A file, a folder with all that is in it, a link and not where it leads; or nothing, where there is nothing."""
     if path.is_dir() and not path.is_symlink():
@@ -683,6 +692,14 @@ def _remove(path: Path) -> None:
 
 def _wait_for_first() -> None:
     distributed.by_first(lambda: None)
+
+
+def _elapsed(folder: Path) -> float:
+    """Seconds that earlier attempts took which ended by themselves: a kill leaves no time to write them down."""
+    try:
+        return max(0.0, min(float((folder / ELAPSED).read_text()), time.time()))
+    except (OSError, ValueError):
+        return 0.0
 
 
 def _holds(file: Path, text: str) -> bool:

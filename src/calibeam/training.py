@@ -8,12 +8,13 @@ import math
 import os
 import shutil
 import time
+import weakref
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -213,6 +214,8 @@ class Problem(NamedTuple):
     dropout: bool
     shown: Mapping[str, str]
     """The figures to show as it goes, and what to call them."""
+    figures: Callable[[Mapping[str, float]], dict[str, float]] = dict
+    """What to show and log of a step, by the means of what the loss gave."""
     frozen: Any = None
     """Another model that the loss reads, if there is one."""
     drift: Callable[[Mapping[str, float]], float] | None = None
@@ -299,7 +302,7 @@ def train(model: Any, config: TrainingConfig, plan: Plan, problem: Problem, outp
                 step += 1
                 model.train(problem.dropout)
                 batch, start = problem.batches.next(), time.perf_counter()
-                figures = update(batch, step)
+                figures = problem.figures(update(batch, step))
                 seconds = time.perf_counter() - start
                 figures["learning_rate"] = schedule.get_last_lr()[0]
                 schedule.step()
@@ -502,7 +505,8 @@ class TrainingStep:
             model.gradient_checkpointing_enable()
         # Of unknown families nobody knows whether they wait for the GPU. Sharding does, and so does noise that is drawn again.
         recorded = config.cuda_graphs and self._blocks and not sharded and not config.gradient_checkpointing
-        self._add_gradients = Recorded(self._backward, model.device, enabled=bool(recorded))
+        this: Any = weakref.proxy(self)  # in a cycle, models would outlive their training
+        self._add_gradients = Recorded(partial(TrainingStep._backward, this), model.device, enabled=bool(recorded))
 
     def __call__(self, batch: Sequence[Item], step: int) -> dict[str, float]:
         import torch

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -83,8 +83,8 @@ class Config(ExamplesConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.learning_rates:
-            raise CalibeamError("learning_rate must not be empty")
+        if not self.learning_rates or len(set(self.learning_rates)) < len(self.learning_rates):
+            raise CalibeamError(f"learning_rate must be one or several different numbers, got {list(self.learning_rates)}")
         if self.lora_rank:
             lora.check_installed()
             if self.shard_model:
@@ -121,26 +121,28 @@ def run(config: Config, *, force: bool = False) -> Path:
 def _take_best(config: Config, output: store.Output, force: bool) -> None:
     """Try every learning rate, and make the one that does best on validation the output."""
 
-    def copy(best: store.Folder) -> None:
+    def take(best: store.Folder) -> None:
         for name in best.manifest["files"]:
             (output.folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(best.path / name, output.folder / name)
+        for rate in failed:
+            store.discard(places[rate])
 
     with output.writing(resume=True):
         tried, failed = dict[float, store.Folder](), dict[float, DivergedError]()
-        for rate in config.learning_rates:
+        places = {rate: output.path.with_name(f"{output.path.name}-{rate!r}") for rate in config.learning_rates}
+        for rate, place in places.items():
             display.say(f"calibrate: learning rate {rate:g}", style="bold")
-            trial = replace(config, learning_rate=rate, output=f"{config.output}-{rate:g}")
             try:
-                tried[rate] = store.read(run(trial, force=force), "calibrate")
+                tried[rate] = store.read(run(replace(config, learning_rate=rate, output=str(place)), force=force), "calibrate")
             except DivergedError as error:
-                failed[rate] = error
+                failed[rate] = error.with_traceback(None)  # whose frames hold the model
                 display.say(f"  {error}", style="yellow")
         if not tried:
             raise failed.popitem()[1]
         figures = {rate: folder.manifest["counts"][f"best_{config.select}"] for rate, folder in tried.items()}
         best = max(tried, key=lambda rate: SELECTIONS[config.select] * figures[rate])
-        distributed.by_first(lambda: copy(tried[best]))
+        distributed.by_first(lambda: take(tried[best]))
         output.counts |= {**tried[best].manifest["counts"], "learning_rate": best}
         listed = ", ".join(
             [f"{each:.4g} with {rate:g}" for rate, each in figures.items()] + [f"none with {rate:g}" for rate in failed]
@@ -161,7 +163,15 @@ def _calibrate(config: Config, data: store.Folder, scored: store.Folder, start: 
     merged: Switch = adapter.merged if adapter else nullcontext
 
     examples = data.stream_examples(scored.manifest["counts"]["split"])
-    pairs = Pairs(model, ((e.id, e.source, e.targets[0]) for e in examples), config, by_token=False)
+    several = 0
+
+    def with_first_reference() -> Iterator[tuple[str, str, str]]:
+        nonlocal several
+        for example in examples:
+            several += len(example.targets) > 1
+            yield example.id, example.source, example.targets[0]
+
+    pairs = Pairs(model, with_first_reference(), config, by_token=False)
     candidates = Candidates(scored, pairs)
     without = candidates.without_a_pair
     _check_pairs(config, candidates.most, all_tied=without == len(pairs))
@@ -194,6 +204,9 @@ def _calibrate(config: Config, data: store.Folder, scored: store.Folder, start: 
 
     with output.writing(resume=True):
         output.counts |= {"examples": len(pairs), **pairs.cut, "examples_without_a_pair": without}
+        if several and config.similarity == "current":
+            output.notes.append(f"similarity=current looks at the first reference only: {several:,} examples have more")
+            display.say(f"calibrate: {output.notes[-1]}", style="yellow")
         frozen = refer()
         step = CalibrationStep(model, frozen, config)
         weights = f"lambda {step.reg_weight:.3g}" + ("" if config.loss == "reward" else f", beta {config.beta:g}")
@@ -214,6 +227,7 @@ def _calibrate(config: Config, data: store.Folder, scored: store.Folder, start: 
                 "agreement": "agreement",
                 "regularization": "regularization" if callable(config.regularizer) else config.regularizer,
             },
+            figures=_with_agreement,
             drift=partial(_drift, pairs.targets.mean_length) if config.regularizer == "kl" else None,
         )
         train(model.model, config, plan, problem, output)
@@ -228,6 +242,12 @@ def _check_pairs(config: Config, most: int, all_tied: bool) -> None:
         f"there is nothing to calibrate: {why}. Decode more candidates (decode.num_candidates), sample them "
         "(decode.method=nucleus), or compare them in another way (score.similarity)"
     )
+
+
+def _with_agreement(figures: Mapping[str, float]) -> dict[str, float]:
+    """With the share of pairs that likelihood orders as similarity does, as `score` has it; a half where there are none."""
+    *others, agreeing, pairs = figures.items()
+    return {**dict(others), "agreement": agreeing[1] / pairs[1] if pairs[1] else 0.5}
 
 
 def _drift(tokens: float, figures: Mapping[str, float]) -> float:
@@ -343,13 +363,14 @@ class CalibrationStep:
         calibration = self._loss(compared, similarity, exists, self._beta).sum()
 
         pairs = ordered_pairs(similarity, exists)
-        agreeing = pairs & (log_p[:, :, None] > log_p[:, None, :])
-        share = agreeing.sum((1, 2)) / pairs.sum((1, 2)).clamp(min=1)
+        higher, lower = log_p[:, :, None], log_p[:, None, :]
+        agreeing = (pairs & (higher > lower)).sum() + (pairs & (higher == lower)).sum() / 2
         return {
             "loss": calibration + self.reg_weight * regularization,
             "calibration": calibration,
             "regularization": regularization,
-            "agreement": share.sum(),
+            "agreeing": agreeing,
+            "pairs": pairs.sum(),
         }
 
     def _choose(self, rows: Sequence[dict[str, Any]], seeds: Sequence[int]) -> tuple[Tensor, Tensor, list[list[Ids]]]:

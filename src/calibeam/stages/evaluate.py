@@ -31,7 +31,7 @@ from calibeam.records import CalibeamError, Example, some_of
 from calibeam.stages.decode import check_lengths, check_output_length, check_search, decode_sources, load_for_inference
 from calibeam.stages.score import BERTSCORE, SimilarityConfig, similarities
 from calibeam.tasks import TASKS
-from calibeam.training import ExamplesConfig, autocast
+from calibeam.training import DivergedError, ExamplesConfig, autocast
 
 if TYPE_CHECKING:
     import numpy as np
@@ -320,6 +320,12 @@ class Validation:
             ids, sources = [self._examples[i].id for i in some], [self._sources[i] for i in some]
             with autocast(self._model.device, self._config):
                 rows = decode_all(self._model, ids, sources, settings, seed=0, description="  validate")
+            for row in rows:
+                if not row["texts"]:
+                    raise DivergedError(
+                        f"the search finds no output for {row['id']}: what the model computes is no number any more. "
+                        "A lower learning rate may help"
+                    )
             return [(row["texts"][0], row["token_ids"][0]) for row in rows]
 
         by_length = sorted(range(len(self._sources)), key=lambda index: len(self._sources[index]))
@@ -526,9 +532,11 @@ def record(
 
 
 def _result(config: Config, way: Way, measured: Measured) -> dict[str, Any]:
+    options = "".join(f"|{name}:{value}" for name, value in config.search_options(way.method).items())
     signature = (
-        f"decoder:{way.method}|candidates:{way.num_candidates}|alpha:{way.alpha:g}|"
-        f"tokens:{config.min_new_tokens}-{config.max_new_tokens}|split:{config.split}|"
+        f"decoder:{way.method}{options}|candidates:{way.num_candidates}|alpha:{way.alpha:g}|"
+        f"tokens:{config.min_new_tokens}-{config.max_new_tokens}|source:{config.max_source_length}|dtype:{config.dtype}|"
+        f"split:{config.split}|"
         f"rouge:as rouge-score 0.1.2,F,stemmed,sentences by newline or {config.newline!r},best reference|"
         f"similarity:{plain(config.similarity)}|seed:{config.seed}|calibeam:{calibeam.__version__}"
     )

@@ -249,8 +249,11 @@ def reliability(comparison: dict[str, Any], before: store.Folder, after: store.F
             order = sorted(range(count), key=row["log_p"].__getitem__)
             for kind in parts if count > 1 else ():
                 mean = math.fsum(row[kind]) / count
-                for rank, candidate in enumerate(order):
-                    parts[kind][rank * quantiles // count].add(row[kind][candidate] - mean)
+                own: dict[int, list[float]] = {}
+                for rank, candidate in enumerate(order):  # each in the part in which its middle lies
+                    own.setdefault((2 * rank + 1) * quantiles // (2 * count), []).append(row[kind][candidate] - mean)
+                for part, values in own.items():  # one value of each source: its candidates are not independent
+                    parts[kind][part].add(math.fsum(values) / len(values))
         found += [
             {"kind": kind, "model": name, "quantile": quantile, **sums.mean_with_interval(100 if kind == "rouge" else 1)}
             for kind, by_quantile in parts.items()

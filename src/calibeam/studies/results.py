@@ -188,7 +188,7 @@ def _gflops(found: Found) -> float | None:
 def _mean_source_tokens(model: str, data: str, split: str, most: int, examples: int) -> float:
     from transformers import AutoTokenizer
 
-    sources = [example.source for example in store.read(data, "prepare").examples(split)[: examples or None]]
+    sources = [example.source for example in store.read(data, "prepare").stream_examples(split, examples)]
     rows = AutoTokenizer.from_pretrained(model)(sources, truncation=True, max_length=most)["input_ids"]
     return sum(map(len, rows)) / len(rows)
 
