@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -161,10 +162,43 @@ def test_an_output_without_a_name_is_refused(tmp_path: Path) -> None:
         assert told == f"error: --output must name a folder to make, got '{place}'\n"
 
 
+def test_an_option_of_a_stage_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    told = refused("calibrate", "mine.toml", "--learning-rate", "1e-3", "--learning-rate", "1e-4", cwd=tmp_path)
+    assert told == "error: --learning-rate is given twice: write several values as learning_rate=[...]\n"
+
+
+def test_a_length_of_0_is_refused(tmp_path: Path) -> None:
+    given = ("--model", "m", "--train", "t.jsonl", "--validation", "v.jsonl", "--output", "new", "--max-source-length", "8",
+             "--max-target-length", "0")  # fmt: skip
+    assert "must be at least 1, got 0" in refused("calibrate-model", *given, cwd=tmp_path)
+
+
+def test_a_checkpoint_and_its_stages_in_one_folder_are_refused(tmp_path: Path) -> None:
+    """The run's own model folder beside the stages is where it is without --output."""
+    given = (
+        "--model",
+        "m",
+        "--train",
+        "t.jsonl",
+        "--validation",
+        "v.jsonl",
+        "--max-source-length",
+        "8",
+        "--max-target-length",
+        "8",
+    )
+    for output, work in (("new", "new"), ("new", "new/work"), ("new/work/score", "new/work")):
+        told = refused("calibrate-model", *given, "--output", output, "--work", work, cwd=tmp_path)
+        assert re.search(rf"^error: \w+ writes .* export writes {output}: none can be inside the other|both write", told)
+    told = refused("calibrate-model", *given, "--output", "new/model", "--work", "new", cwd=tmp_path)
+    assert "inside" not in told
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_run_to_reuse_must_be_there(tmp_path: Path) -> None:
     given = ("--model", "m", "--train", "t.jsonl", "--validation", "v.jsonl", "--output", "new", "--reuse", "odl-work")
     told = refused("calibrate-model", *given, cwd=tmp_path)
-    assert told == "error: --reuse odl-work is not the -work folder of another run: it has no score folder\n"
+    assert told == "error: --reuse odl-work is not the -work folder of another run: it has no finished prepare\n"
     assert not any(tmp_path.iterdir())
 
 

@@ -266,7 +266,7 @@ def test_a_model_of_ones_own_becomes_a_checkpoint(family: str, tmp_path: Path, f
     assert calibrated["counts"]["best_step"] > 0
     rate = calibrated["counts"]["learning_rate"]
     assert rate in calibrated["settings"]["learning_rate"] == [1e-3, 1e-4]
-    assert f"| cross_entropy, lambda 1 |\n| learning rate, batch | {rate}, 8 |" in card
+    assert f"| cross_entropy, lambda 1 |\n| learning rate, batch | {rate} of 0.001, 0.0001; 8 |" in card
     before, after = (seq2seq.load(folder, device="cpu").model for folder in (tmp_path / "my-model", tmp_path / "new"))
     assert any((a != b).any() for a, b in zip(before.parameters(), after.parameters(), strict=True))
     answer = report.answer(json.loads((work / "report/figures.json").read_text())["rows"])
@@ -291,6 +291,13 @@ def test_other_settings_are_tried_on_the_same_candidates_and_lengths_fit_the_mod
         store.read(place, stage).manifest["settings"]
         for place, stage in ((tmp_path / "one-work/decode", "decode"), (tmp_path / "two-work/calibrate", "calibrate"))
     )
+    before = {file: file.read_bytes() for file in (tmp_path / "one-work").rglob("*") if file.is_file()}
+    for forced in ((), ("--force",)):
+        others = (*given[:-1], "5", "--output", tmp_path / "three", "--reuse", tmp_path / "one-work", *forced)
+        refused = str(invoke(*others, *SMALL).exception)
+        assert "num_candidates: 4 before, 5 now" in refused
+        assert refused.endswith("\nGive the settings of that run, or leave --reuse out")
+    assert before == {file: file.read_bytes() for file in (tmp_path / "one-work").rglob("*") if file.is_file()}
     assert (decoded["max_source_length"], calibrated["max_target_length"], calibrated["learning_rate"]) == (64, 64, [2e-3, 3e-3])
     with pytest.raises(CalibeamError, match=f"{two} is one stage of a run, `export`: give {tmp_path / 'two-work'}, the folder"):
         compare.run([one.with_name("one-work"), two], None)
@@ -313,6 +320,7 @@ def test_where_no_step_is_better_the_model_comes_back_as_it_was_and_everybody_is
     card = exported.pop("README.md").decode()
     exported.pop(store.MANIFEST)
     assert exported == own
+    assert "no learning rate was better" not in done.output
     said = " ".join(done.output.rpartition("report: ")[2].split())
     page = html.unescape((tmp_path / "work/report.html").read_text())
     remarks = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import tomllib
 from pathlib import Path
@@ -138,6 +139,22 @@ def test_a_list_must_be_one_and_have_items_of_its_type(value: Any) -> None:
         recipe.build(prepare.Config, "prepare", {"output": "out", "target_columns": value})
 
 
+def test_a_list_of_lists_is_no_list_without_brackets() -> None:
+    with pytest.raises(CalibeamError, match=r"must be a list, each a number, got \(\[1, 5\],\)$"):
+        recipe.build(evaluate.Config, "evaluate", {**PLACES, "length_alphas": [[1, 5]]})
+
+
+def test_a_list_from_python_is_one() -> None:
+    config = evaluate.Config(**PLACES, num_candidates=[1, 3])
+    assert config.num_candidates == (1, 3)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_a_number_that_is_none_is_refused(value: float) -> None:
+    with pytest.raises(CalibeamError, match=f"^evaluate.diversity must be a finite number, got {value}$"):
+        recipe.build(evaluate.Config, "evaluate", {**PLACES, "diversity": value})
+
+
 def test_one_item_will_do_for_a_list() -> None:
     given = {"num_candidates": 3, "methods": "nucleus", "metrics": "gem", "length_alphas": 1}
     config = recipe.build(evaluate.Config, "evaluate", {**PLACES, **given})
@@ -168,7 +185,7 @@ def test_a_whole_number_will_do_for_a_number_and_a_list_for_a_tuple() -> None:
     [
         ("top_p", 1.5, "decode.top_p must be at most 1, got 1.5"),
         ("top_p", 0, "decode.top_p must be above 0, got 0"),
-        ("top_p", float("nan"), "decode.top_p must be above 0, got nan"),
+        ("top_p", float("nan"), "decode.top_p must be a finite number, got nan"),
         ("num_candidates", 0, "decode.num_candidates must be at least 1, got 0"),
         ("diversity", -0.1, "decode.diversity must be at least 0, got -0.1"),
         ("method", "nuclues", "decode.method must be one of beam, diverse_beam, nucleus, got 'nuclues'; did you mean 'nucleus'?"),

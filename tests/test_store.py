@@ -111,6 +111,24 @@ def test_an_exception_while_making_it_again_keeps_the_old_result(tmp_path: Path)
     assert everything_under(tmp_path / "data") == before
 
 
+def test_the_seconds_of_a_stage_are_those_of_all_its_attempts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """But for one with other settings."""
+    clock = iter([0.0, 5.0, 100.0, 103.0, 1000.0, 1007.0, 0.0, 2.0])
+    monkeypatch.setattr(store.time, "monotonic", lambda: next(clock))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="stop"), stage(tmp_path / "data").writing(resume=True):
+            raise ValueError("stop")
+    output = stage(tmp_path / "data")
+    with output.writing(resume=True):
+        output.write_json("facts.json", {})
+    found = json.loads((tmp_path / "data" / store.MANIFEST).read_text())
+    assert (found["seconds"], list(found["files"])) == (5.0 + 3.0 + 7.0, ["facts.json"])
+    output = stage(tmp_path / "data", width=2, force=True)
+    with output.writing(resume=True):
+        output.write_json("facts.json", {})
+    assert json.loads((tmp_path / "data" / store.MANIFEST).read_text())["seconds"] == 2.0
+
+
 @pytest.mark.parametrize("what", ["rows", "log"])
 def test_a_folder_that_is_removed_while_it_is_written(what: str, tmp_path: Path) -> None:
     output = stage(tmp_path / "data")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from calibeam import seq2seq, store, training
 from calibeam.paper.similarity import SIMILARITIES
-from calibeam.records import CalibeamError
+from calibeam.records import CalibeamError, DivergedError
 from calibeam.stages import calibrate, decode, evaluate, finetune, prepare, score
 from conftest import sentence, tiny_model
 
@@ -67,8 +67,8 @@ def tune(data: Path, model: Path, name: str, **settings: Any) -> Path:
 
 def calibrated(scored: dict[str, str], name: str, **settings: Any) -> Path:
     given = {"learning_rate": 1e-3, "reg_weight": 1.0, "batch_size": 8, "max_steps": 2, "select": "perplexity", **LENGTHS}
-    output = Path(scored["data"]).with_name(name)
-    return calibrate.run(calibrate.Config(**scored, output=str(output), **{**given, **settings}))
+    output = f"{Path(scored['data']).parent}/{name}"
+    return calibrate.run(calibrate.Config(**scored, output=output, **{**given, **settings}))
 
 
 def weights(folder: Path) -> dict[str, Tensor]:
@@ -320,8 +320,12 @@ def test_of_several_learning_rates_the_best_on_validation_is_kept(
     assert found["counts"] == {**manifest(alone["0.001"])["counts"], "learning_rate": 1e-3}
     assert found["settings"]["learning_rate"] == [1e-30, 1e-3, 1.0]
     listed = ", ".join(f"{reached[name]:.4g} with {name}" for name in rates)
-    assert found["notes"][-1] == f"learning rate 0.001, by validation perplexity: {listed}"
-    assert "kept learning rate 0.001" in " ".join(capsys.readouterr().out.split())
+    assert found["notes"][-1] == f"learning rate 0.001 was kept, by validation perplexity: {listed}"
+    assert "learning rate 0.001 was kept" in " ".join(capsys.readouterr().out.split())
+    none = calibrated(scored, "none", **{**together, "learning_rate": (1e-30, 1.0)})
+    assert manifest(none)["notes"][-1].startswith(
+        "no learning rate was better than the starting point, by validation perplexity: "
+    )
     for wrong in ((), (1e-3, 1e-3)):
         with pytest.raises(CalibeamError, match="learning_rate must be one or several different numbers, got"):
             calibrated(scored, "none", learning_rate=wrong)
@@ -337,6 +341,7 @@ def test_of_several_learning_rates_one_that_diverges_is_left_out(scored: dict[st
     """Cross entropy, weighed by 1e-5 / 1e-40, is too large for float32."""
     rates = {"learning_rate": (1e-40, 1e-3), "reg_weight": None, "regularizer": "cross_entropy"}
     folder = calibrated(scored, "several", **rates)
+    assert not [*folder.parent.glob(".several*.partial")]
     assert manifest(folder)["counts"]["learning_rate"] == 1e-3
     assert manifest(folder)["notes"][-1].endswith("with 0.001, none with 1e-40")
     with pytest.raises(CalibeamError, match="the loss is inf at step 1"):
@@ -356,12 +361,12 @@ def test_learning_rates_that_were_tried_before_a_stop_are_not_tried_again(
     with monkeypatch.context() as patch:
         patch.setattr(calibrate, "_calibrate", stopped)
         with pytest.raises(KeyboardInterrupt):
-            calibrated(scored, "several", learning_rate=rates)
+            calibrated(scored, "several/", learning_rate=rates)
     output = Path(scored["data"]).with_name("several")
     assert not output.exists()
     first = output.with_name("several-0.001") / store.MANIFEST
     before = first.read_bytes()
-    calibrated(scored, "several", learning_rate=rates)
+    calibrated(scored, "several/", learning_rate=rates)
     assert first.read_bytes() == before
     assert manifest(output)["counts"]["learning_rate"] in rates
 
@@ -383,6 +388,24 @@ def test_the_log_has_every_step_and_validation(data: Path, model_folder: Make, s
     assert set(log(folder, "train")[1]) == {"loss", "calibration", "regularization", "agreement", "learning_rate"}
     assert all(set(figures) == {"perplexity", "rouge"} for figures in log(folder, "validation").values())
     assert list(log(folder, "train")) == [1, 2]
+
+
+def test_agreement_in_training_is_what_score_has(scored: dict[str, str]) -> None:
+    """The first step has all examples, most of them without a pair, and nothing was trained before it."""
+    counts = json.loads((Path(scored["scored"]) / store.MANIFEST).read_text())["counts"]
+    folder = calibrated(scored, "calibrated", pairs="all")
+    assert counts["likelihood_agrees"] is not None
+    assert manifest(folder)["counts"]["examples_without_a_pair"] > 0
+    assert log(folder, "train")[1]["agreement"] == pytest.approx(counts["likelihood_agrees"])
+
+
+def test_a_model_that_is_broken_is_told_by_its_search(data: Path, model_folder: Make) -> None:
+    model = seq2seq.load(model_folder("t5"), device="cpu")
+    next(model.model.parameters()).data.fill_(math.nan)
+    examples = store.read(data, "prepare").examples("validation")
+    config = finetune.Config(data=str(data), model="", output="unused", **LENGTHS)
+    with pytest.raises(DivergedError, match="the search finds no output for row-10"):
+        evaluate.Validation(model, examples, config).measure("rouge")
 
 
 def test_a_calibration_shows_what_it_does_as_it_goes(scored: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from calibeam import display, distributed
 from calibeam.engine import sharding
-from calibeam.records import CalibeamError
+from calibeam.records import CalibeamError, DivergedError
 from calibeam.seq2seq import not_finite
 from calibeam.store import sync
 
@@ -78,7 +78,7 @@ def save(
     own = {name: sharding.own_rows(tensors.pop(name)) for name in [*tensors] if sharding.is_share(tensors[name])}
     rows, first = {name: rows for name, (_, rows) in own.items()}, {name: first for name, (first, _) in own.items()}
     if broken := not_finite((name, value) for name, value in (tensors | rows).items() if name.startswith("model.")):
-        raise CalibeamError(
+        raise DivergedError(
             f"weights are not finite after step {facts['step']}: {', '.join(broken[:3])}. They were not saved; "
             "a lower learning rate may help"
         )

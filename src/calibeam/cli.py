@@ -52,6 +52,8 @@ AllowCode = Annotated[
 ]
 TOGETHER = stages.TOGETHER | {"run", "study", "calibrate-model"}
 """The verbs that several processes may work on together. All else is the first one's, and the others leave."""
+REUSED = ("prepare", "decode", "score")
+"""The stages of another run that `calibrate-model --reuse` takes as they are."""
 UsageError: Any = typer.BadParameter.__base__  # click's, and click is part of some Typers
 
 
@@ -116,13 +118,16 @@ def _stage_command(name: str) -> Any:
 
 def _assignments(arguments: list[str]) -> list[str]:
     """`--key value` as `key=value`, and the recipe first."""
-    found, left = list[str](), iter(arguments)
+    found, given, left = list[str](), set[str](), iter(arguments)
     for one in left:
         key, separator, value = one.removeprefix("--").partition("=")
         if one.startswith("--"):
             value = value if separator else next(left, "")
             if not value:
                 raise CalibeamError(f"{one} needs a value")
+            if key in given:
+                raise CalibeamError(f"--{key} is given twice: write several values as {key.replace('-', '_')}=[...]")
+            given.add(key)
             one = f"{key.replace('-', '_')}={value}"
         found.append(one)
     return sorted(found, key=lambda one: "=" in one)
@@ -261,7 +266,9 @@ def calibrate_model(
     ] = None,
     learning_rate: Annotated[
         list[float] | None,
-        typer.Option(help="of calibration; of several, the one that does best on validation; the preset's if not given"),
+        typer.Option(
+            help="of calibration; given several times, the one that does best on validation is kept; the preset's if not given"
+        ),
     ] = None,
     preset: Annotated[str, typer.Option(help=f"settings by name: {', '.join(PRESETS)}")] = "all-pairs",
     work: Annotated[Path | None, typer.Option(help="folder of the stages; OUTPUT-work if not given")] = None,
@@ -287,15 +294,15 @@ def calibrate_model(
     if not output.name:
         raise CalibeamError(f"--output must name a folder to make, got '{output}'")
     place = work or output.with_name(f"{output.name}-work")
-    if reuse and not (reuse / "score").is_dir():
-        raise CalibeamError(f"--reuse {reuse} is not the -work folder of another run: it has no score folder")
-    shared = {name: {"output": str(reuse / name)} if reuse else {} for name in ("prepare", "decode", "score")}
+    if reuse and (missing := [name for name in REUSED if not (reuse / name / "manifest.json").is_file()]):
+        raise CalibeamError(f"--reuse {reuse} is not the -work folder of another run: it has no finished {missing[0]}")
+    shared = {name: {"output": str(reuse / name)} if reuse else {} for name in REUSED}
     tables: dict[str, Any] = {
         "output": str(place),
         "model": model,
         "preset": preset,
-        "max_source_length": max_source_length or _at_most_positions(512, model),
-        "max_target_length": max_target_length or _at_most_positions(128, model),
+        "max_source_length": _at_most_positions(512, model) if max_source_length is None else max_source_length,
+        "max_target_length": _at_most_positions(128, model) if max_target_length is None else max_target_length,
         "prepare": {
             **shared["prepare"],
             "train": train, "validation": validation, "test": test, "bad_rows": bad_rows, "source_column": source_column,
@@ -307,7 +314,7 @@ def calibrate_model(
         "export": {"output": str(output)},
     }  # fmt: skip
     tables = recipe.override(tables, settings or [], allow_code=allow_code)
-    pipeline.run(tables, force=force)
+    pipeline.run(tables, force=force, reused=REUSED if reuse else ())
     pipeline.finish(tables)
 
 

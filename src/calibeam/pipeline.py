@@ -68,11 +68,15 @@ def plan(tables: dict[str, Any], only: str | None = None) -> list[Step]:
         if only in (None, name)
         for kind in (stages.load(name).Config,)
     ]
-    writers: dict[str, str] = {}
+    writers: dict[Path, str] = {}
     for step in steps:
-        if step.config.output in writers:
-            raise CalibeamError(f"{writers[step.config.output]} and {step.stage} both write {step.config.output}")
-        writers[step.config.output] = step.stage
+        place = Path(step.config.output)
+        for other, stage in writers.items():
+            if other == place:
+                raise CalibeamError(f"{stage} and {step.stage} both write {place}")
+            if other in place.parents or place in other.parents:
+                raise CalibeamError(f"{stage} writes {other}, and {step.stage} writes {place}: none can be inside the other")
+        writers[place] = step.stage
     if not steps:
         raise CalibeamError(f"the recipe has no [{only}] table")
     if only is None:
@@ -96,8 +100,11 @@ def _check_candidates(configs: dict[str, Any]) -> None:
         )
 
 
-def run(tables: dict[str, Any], *, only: str | None = None, force: bool = False) -> None:
-    """Run the steps in order, or those of one stage; what is done and verified is skipped."""
+def run(tables: dict[str, Any], *, only: str | None = None, force: bool = False, reused: Sequence[str] = ()) -> None:
+    """Run the steps in order, or those of one stage; what is done and verified is skipped.
+
+    reused: stages of another run, which are taken as they are, or not at all.
+    """
     steps = plan(tables, only)
     for step in steps:
         store.is_free(Path(step.config.output))  # refuse a folder in use now, not after hours of work
@@ -108,7 +115,12 @@ def run(tables: dict[str, Any], *, only: str | None = None, force: bool = False)
         _mention_lengths(steps)
     for number, step in enumerate(steps, start=1):
         display.say(f"[{number}/{len(steps)}] {step.stage} -> {step.config.output}", style="bold")
-        step.run(force=force)
+        try:
+            step.run(force=force and step.stage not in reused)
+        except store.MadeOtherwiseError as error:
+            if step.stage not in reused:
+                raise
+            raise CalibeamError(f"{error.found}\nGive the settings of that run, or leave --reuse out") from error
 
 
 def check_models(steps: Sequence[Step]) -> None:

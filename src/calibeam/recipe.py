@@ -11,6 +11,7 @@ import dataclasses
 import difflib
 import functools
 import json
+import math
 import tomllib
 import types
 import typing
@@ -68,6 +69,8 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
+            if isinstance(value := getattr(self, field.name), list):  # from Python
+                object.__setattr__(self, field.name, tuple(value))
             _check(field, self.types()[field.name], getattr(self, field.name))
 
     @classmethod
@@ -213,7 +216,11 @@ def _takes_function(wanted: Any) -> bool:
 def _check(field: dataclasses.Field[Any], wanted: Any, value: Any) -> None:
     name, rules = field.name, field.metadata
     if not fits(value, wanted):
-        hint = f"; write it as [{value}]" if typing.get_origin(wanted) is tuple and "," in str(value) else ""
+        hint = (
+            f"; write it as [{value}]"
+            if typing.get_origin(wanted) is tuple and "," in str(value) and "[" not in str(value)
+            else ""
+        )
         raise CalibeamError(f"{name} must be {describe(wanted)}, got {value!r}{hint}")
     if rules["choices"] is not None:
         allowed = list(rules["choices"]())
@@ -225,6 +232,8 @@ def _check(field: dataclasses.Field[Any], wanted: Any, value: Any) -> None:
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, bool) or not isinstance(number, int | float):
             continue
+        if not math.isfinite(number):
+            raise CalibeamError(f"{name} must be a finite number, got {number}")
         if rules["at_least"] is not None and not number >= rules["at_least"]:
             raise CalibeamError(f"{name} must be at least {rules['at_least']}, got {number}")
         if rules["above"] is not None and not number > rules["above"]:

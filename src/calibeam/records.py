@@ -16,6 +16,10 @@ class CalibeamError(Exception):
     """Something the user can fix. The command line prints the message alone, without a stack trace."""
 
 
+class DivergedError(CalibeamError):
+    """A loss, a gradient or a weight is no number any more."""
+
+
 @dataclass(frozen=True)
 class Example:
     """One row of a prepared dataset: a source and its references."""

@@ -320,12 +320,15 @@ def _whole_manifest(path: Path) -> dict[str, Any] | None:
     return manifest if _is_whole(path, manifest) else None
 
 
-def _made_otherwise(what: str, changes: Sequence[str]) -> CalibeamError:
-    listed = "".join(f"\n  {change}" for change in changes)
-    return CalibeamError(
-        f"{what}:{listed}\n--force makes this stage again, and in a run those that follow; what it reads is kept. "
-        "Or choose another output"
-    )
+class MadeOtherwiseError(CalibeamError):
+    """What is there was made, or begun, with other settings, inputs or versions."""
+
+    def __init__(self, what: str, changes: Sequence[str]) -> None:
+        self.found = what + ":" + "".join(f"\n  {change}" for change in changes)
+        super().__init__(
+            f"{self.found}\n--force makes this stage again, and in a run those that follow; what it reads is kept. "
+            "Or choose another output"
+        )
 
 
 def problem_of_disk(error: BaseException, path: Path) -> CalibeamError | None:
@@ -493,7 +496,7 @@ class Output:
         if self._force:
             return not changes and _is_whole(self.path, manifest)
         if changes:
-            raise _made_otherwise(f"{self.path} was made with other settings or inputs", changes)
+            raise MadeOtherwiseError(f"{self.path} was made with other settings or inputs", changes)
         verify(self.path, manifest)
         if others := _differences(_releases(manifest["versions"]), _releases(versions())):
             log.warning("%s was made by other versions, and is used as it is: %s", self.path, "; ".join(others))
@@ -503,7 +506,7 @@ class Output:
         """Refuse to throw away what an interrupted run of other settings, inputs or versions did."""
         if changes := [] if self._force else self._changes():
             began = "was begun, by a run that was interrupted, with other settings, inputs or versions"
-            raise _made_otherwise(f"{self.path} {began}", changes)
+            raise MadeOtherwiseError(f"{self.path} {began}", changes)
 
     def _changes(self) -> list[str]:
         """Between what an interrupted run began and what is to be made now."""

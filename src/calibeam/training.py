@@ -22,7 +22,7 @@ import numpy as np
 
 from calibeam import display, distributed, shards, signals, store, trackers
 from calibeam.recipe import ModelStageConfig, option
-from calibeam.records import CalibeamError
+from calibeam.records import CalibeamError, DivergedError
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +46,7 @@ SELECTIONS = {"perplexity": -1, "rouge": +1, "similarity": +1}
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(ModelStageConfig):
     model: str = option(help="the model to begin with: a folder or a Hub id", identity=False)
-    learning_rate: float = option(1e-4, "the peak learning rate", above=0)
+    learning_rate: float = option(1e-4, "the peak learning rate", above=0, at_most=1000)
     batch_size: int = option(64, "examples per step", at_least=1)
     micro_batch_size: int = option(8, "examples per forward pass; gradients add up to the batch", at_least=1, identity=False)
     optimizer: str = option("adamw", "the optimizer", choices=lambda: OPTIMIZERS)
@@ -94,10 +94,6 @@ class ExamplesConfig(TrainingConfig):
         steps_per_epoch = math.ceil(examples / self.batch_size)
         steps = self.max_steps or math.ceil(self.num_train_epochs * steps_per_epoch)
         return Plan(steps, self.eval_steps or steps_per_epoch, select, self.patience)
-
-
-class DivergedError(CalibeamError):
-    """The loss or its gradient is no number any more."""
 
 
 class Plan(NamedTuple):

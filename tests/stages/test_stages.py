@@ -547,6 +547,9 @@ def test_every_combination_is_evaluated_and_signed(results: dict[str, Any]) -> N
         parts = row["signature"].split("|")
         assert {f"decoder:{row['method']}", f"candidates:{row['num_candidates']}", f"alpha:{row['length_alpha']:g}"} <= {*parts}
         assert {"split:test", "similarity:decoder", "tokens:0-8", f"calibeam:{calibeam.__version__}"} <= {*parts}
+        assert {"source:24", "dtype:auto"} <= {*parts}
+        assert ("top_p:0.9" in parts) == (row["method"] == "nucleus")
+        assert ("diversity:0.5" in parts) == (row["method"] == "diverse_beam")
 
 
 def test_shards_change_nothing_and_no_split_is_ever_held(tmp_path: Path, data: str, tuned: str) -> None:

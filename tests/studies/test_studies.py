@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 from calibeam import recipe, store, studies
 from calibeam.cli import app
 from calibeam.records import CalibeamError
+from calibeam.stages import prepare
+from calibeam.studies import results
 from conftest import TINY_RECIPE, sentence
 
 RECIPE = f"""{TINY_RECIPE}[finetune]
@@ -205,6 +207,23 @@ def test_a_wider_model_costs_more(there: Path) -> None:
     made = {(record["model"], record["slic"]): record for record in records("scaling")}
     assert made["wide", "fine-tuned"]["parameters"] - made["tiny", "fine-tuned"]["parameters"] == 2 * (2 * 16 * 32 + 32)
     assert made["wide", "fine-tuned"]["gflops"] != made["tiny", "fine-tuned"]["gflops"]
+
+
+def test_tokens_are_those_of_the_sources_that_were_decoded(tmp_path: Path, tokenizer: Any) -> None:
+    """Of 40, those chosen by a hash of their ids, which are not the first ones."""
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "model/config.json").write_text(json.dumps({"model_type": "t5"}))
+    rows = [{"id": f"{number}", "source": " ".join(["a"] * (1 + number)), "target": "a"} for number in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = prepare.run(
+        prepare.Config(
+            output=str(tmp_path / "data"), **dict.fromkeys(("train", "validation", "test"), str(tmp_path / "rows.jsonl"))
+        )
+    )
+    chosen = store.read(data, "prepare").stream_examples("test", 10)
+    lengths = [len(tokenizer(example.source)["input_ids"]) for example in chosen]
+    found = results._mean_source_tokens(str(tmp_path / "model"), str(data), "test", 512, 10)
+    assert found == sum(lengths) / 10 > sum(len(tokenizer(row["source"])["input_ids"]) for row in rows[:10]) / 10
 
 
 def test_a_second_run_makes_nothing_again_but_a_lost_table(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,9 @@
 
 Reads:   the folders written by prepare and score, and the fine-tuned model
 Writes:  model/: the calibrated checkpoint; log.jsonl: every step and validation; with lora_save=adapter also adapter/
-Example: calibeam calibrate out/data.toml loss=rank beta=10 regularizer=kl learning_rate=1e-5
+Example: calibeam calibrate out/data.toml loss=rank beta=10 regularizer=kl learning_rate=[1e-5,1e-4]
 
-Of several learning rates, learning_rate=[1e-5, 1e-4], each is tried in a folder of its own beside the output, which then gets
-what is in the best one's.
+Of several learning rates each is tried in a folder of its own beside the output, which then gets what is in the best one's.
 """
 
 from __future__ import annotations
@@ -26,12 +25,11 @@ from calibeam.paper.decoding import length_normalised
 from calibeam.paper.regularization import REGULARIZERS, WITHOUT_REFERENCE
 from calibeam.paper.similarity import span_similarity
 from calibeam.recipe import option
-from calibeam.records import CalibeamError
+from calibeam.records import CalibeamError, DivergedError
 from calibeam.reference import Reference, Switch
 from calibeam.training import (
     SELECTIONS,
     Compact,
-    DivergedError,
     ExamplesConfig,
     Pairs,
     Problem,
@@ -53,7 +51,7 @@ if TYPE_CHECKING:
 class Config(ExamplesConfig):
     scored: str = option(help="the folder written by score", identity=False)
     learning_rate: float | tuple[float, ...] = option(  # type: ignore[assignment]  # what is trained with has one
-        1e-5, "the peak learning rate; of several, the one that does best on validation", above=0
+        1e-5, "the peak learning rate; of several, the one that does best on validation", above=0, at_most=1000
     )
     loss: str | Callable[..., Any] = option("rank", "Eq. 1", choices=lambda: CALIBRATION_LOSSES)
     beta: float = option(10.0, "the margin of the loss", at_least=0)
@@ -147,8 +145,10 @@ def _take_best(config: Config, output: store.Output, force: bool) -> None:
         listed = ", ".join(
             [f"{each:.4g} with {rate:g}" for rate, each in figures.items()] + [f"none with {rate:g}" for rate in failed]
         )
-        output.notes += [*tried[best].manifest["notes"], f"learning rate {best:g}, by validation {config.select}: {listed}"]
-        display.say(f"  kept {output.notes[-1]}")
+        improved = tried[best].manifest["counts"]["best_step"] > 0
+        chosen = f"learning rate {best:g} was kept" if improved else "no learning rate was better than the starting point"
+        output.notes += [*tried[best].manifest["notes"], f"{chosen}, by validation {config.select}: {listed}"]
+        display.say(f"  {output.notes[-1]}")
 
 
 def _calibrate(config: Config, data: store.Folder, scored: store.Folder, start: store.Folder, output: store.Output) -> None:

@@ -27,11 +27,11 @@ from calibeam.paper.likelihood import perplexity
 from calibeam.paper.rouge import NEWLINE_MARK, ROUGE_KINDS, rouge
 from calibeam.paper.similarity import SIMILARITIES
 from calibeam.recipe import option, plain
-from calibeam.records import CalibeamError, Example, some_of
+from calibeam.records import CalibeamError, DivergedError, Example, some_of
 from calibeam.stages.decode import check_lengths, check_output_length, check_search, decode_sources, load_for_inference
 from calibeam.stages.score import BERTSCORE, SimilarityConfig, similarities
 from calibeam.tasks import TASKS
-from calibeam.training import DivergedError, ExamplesConfig, autocast
+from calibeam.training import ExamplesConfig, autocast
 
 if TYPE_CHECKING:
     import numpy as np

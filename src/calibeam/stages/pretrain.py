@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 class Config(CorpusConfig, TrainingConfig):
     max_steps: int = option(help="how many steps to train", at_least=1)
     batch_size: int = option(256, "examples per step", at_least=1)
-    learning_rate: float = option(0.01, "the peak learning rate", above=0)
+    learning_rate: float = option(0.01, "the peak learning rate", above=0, at_most=1000)
     optimizer: str = option("adafactor", "the optimizer", choices=lambda: OPTIMIZERS)
     lr_scheduler_type: str = option("inverse_sqrt", "as in transformers", choices=lambda: SCHEDULES)
     warmup_steps: int = option(10_000, "steps over which the learning rate rises", at_least=0)

@@ -318,6 +318,9 @@ def history(
 def _told(manifest: dict[str, Any]) -> dict[str, Any]:
     kept = {key: manifest.get(key) for key in ("seconds", "started", "counts", "notes", "versions")}
     settings, digests = manifest["settings"], manifest["origin"]["inputs"]
+    if "learning_rate" in manifest["counts"]:  # of several
+        listed = ", ".join(map(str, settings["learning_rate"]))
+        settings = {**settings, "learning_rate": f"{manifest['counts']['learning_rate']} of {listed}"}
     made_from = {
         key: (public_name if key == "model" else _place_name)(place)
         + (f", SHA-256 {digests[key][:16]}…" if key in digests else "")

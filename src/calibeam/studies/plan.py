@@ -116,8 +116,8 @@ class Subject:
     def __post_init__(self) -> None:
         if isinstance(rate := self.tables.get("calibrate", {}).get("learning_rate"), list | tuple):
             raise CalibeamError(
-                f"calibrate.learning_rate is one number in a study, got {rate}: its rows hold it, but for those in which the "
-                "paper took the best. What these are to try is study.learning_rates"
+                f"calibrate.learning_rate is one number in a study, got {list(rate)} from the recipe or its preset: most rows "
+                "hold it. Name it, and those to try where the paper took the best as study.learning_rates"
             )
 
     @property
