@@ -216,8 +216,13 @@ def test_the_learning_rate_that_a_recipe_names_is_the_one_tried() -> None:
     assert [point.tried["learning_rate"] for point in studies.plan("final", tables)[-1][1].points] == [1e-6, 3e-6, 1e-5]
     (point,) = studies.plan("final", {**tables, "calibrate": {"learning_rate": 3e-4}})[-1][1].points
     assert (of(point.measured, "calibrate").learning_rate, point.trials) == (3e-4, ())
-    with pytest.raises(CalibeamError, match=r"calibrate.learning_rate is one number in a study, got \[1e-05, 0.0001\] from"):
-        studies.plan("final", {**tables, "calibrate": {"learning_rate": [1e-5, 1e-4]}})
+    several = {**tables, "calibrate": {"learning_rate": [1e-5, 1e-4]}}
+    assert [of(point.measured, "calibrate").learning_rate for point in studies.plan("final", several)[-1][1].points] == [
+        1e-5,
+        1e-4,
+    ]
+    held = [row for row in studies.plan("ablation", several)[-1] if row.labels.get("group") == "similarity"]
+    assert {of(row.points[0].measured, "calibrate").learning_rate for row in held} == {(1e-5, 1e-4)}
 
 
 def test_beta_is_the_recipes_own_for_its_own_loss_around_the_recipe() -> None:

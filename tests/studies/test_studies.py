@@ -56,7 +56,7 @@ models.wide.create.ffn_dim = 64
 ONE_RATE = "study.learning_rates=[1e-2]"
 SETTINGS = {  # scaling is of two models, the others of the first
     "final": ['study.tasks={plain={}, other={prepare={train="other.jsonl"}}}', ONE_RATE],
-    "ablation": [],
+    "ablation": ["calibrate.learning_rate=[1e-2, 1e-3]"],
     "decoding": ["study.alphas=[0]"],
     "length": [ONE_RATE],
     "scaling": ["study.num_candidates=[2]", "study.alphas=[0]", ONE_RATE],
@@ -203,6 +203,13 @@ def test_alpha_and_candidates_reach_the_search(there: Path) -> None:
         assert record["model"] == "fine-tuned, alpha" or "alpha" not in record["setting"]
 
 
+def test_a_rate_that_the_calibration_itself_chose_is_told(there: Path) -> None:
+    """Of two, in rows that hold the recipe's."""
+    for record in records("ablation"):
+        if record["group"] in ("similarity", "checkpoint") and record["row"]:
+            assert record["tried"] in ("learning_rate=0.01", "learning_rate=0.001")
+
+
 def test_a_wider_model_costs_more(there: Path) -> None:
     made = {(record["model"], record["slic"]): record for record in records("scaling")}
     assert made["wide", "fine-tuned"]["parameters"] - made["tiny", "fine-tuned"]["parameters"] == 2 * (2 * 16 * 32 + 32)
@@ -267,7 +274,7 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(tmp_path: Path, monkeypatch
 
 def test_a_dry_run_says_what_is_there_and_what_the_rest_costs(there: Path) -> None:
     before = sorted(there.rglob("*"))
-    assert dry_run("ablation", "recipe.toml").endswith("20 of 20 steps are done.")
+    assert dry_run("ablation", "recipe.toml", *SETTINGS["ablation"]).endswith("20 of 20 steps are done.")
     printed = dry_run("ablation", "recipe.toml", 'study.factors=["regularizer"]')
     assert re.search(r"\d of 13 steps are done\. To do: 6; FLOPs: \d\.\de\+\d+; time, [a-z ]+: \d+\.\d s$", printed), printed
     assert "unknown" not in printed

@@ -83,6 +83,8 @@ class Config(ExamplesConfig):
         super().__post_init__()
         if not self.learning_rates or len(set(self.learning_rates)) < len(self.learning_rates):
             raise CalibeamError(f"learning_rate must be one or several different numbers, got {list(self.learning_rates)}")
+        if len(self.learning_rates) == 1:
+            object.__setattr__(self, "learning_rate", self.learning_rates[0])
         if self.lora_rank:
             lora.check_installed()
             if self.shard_model:
@@ -101,8 +103,6 @@ class Config(ExamplesConfig):
 def run(config: Config, *, force: bool = False) -> Path:
     from calibeam import seq2seq
 
-    if len(config.learning_rates) == 1:
-        config = replace(config, learning_rate=config.learning_rates[0])
     data = store.read(config.data, "prepare")
     scored = store.read(config.scored, "score")
     start = store.read_model(seq2seq.locate(config.model))

@@ -113,13 +113,6 @@ class Subject:
     """That is reported on."""
     _runs: dict[str, dict[str, Step]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
-    def __post_init__(self) -> None:
-        if isinstance(rate := self.tables.get("calibrate", {}).get("learning_rate"), list | tuple):
-            raise CalibeamError(
-                f"calibrate.learning_rate is one number in a study, got {list(rate)} from the recipe or its preset: most rows "
-                "hold it. Name it, and those to try where the paper took the best as study.learning_rates"
-            )
-
     @property
     def published_task(self) -> str:
         """The name under which the paper has it, if it has."""
@@ -127,9 +120,9 @@ class Subject:
 
     @property
     def learning_rates(self) -> tuple[float, ...]:
-        """Those to try. A recipe that names one means it."""
-        own = self.tables.get("calibrate", {}).get("learning_rate")
-        return self.config.learning_rates or (LEARNING_RATES if own is None else (own,))
+        """Those to try. A recipe that names some means them."""
+        own = self.tables.get("calibrate", {}).get("learning_rate", LEARNING_RATES)
+        return self.config.learning_rates or (tuple(own) if isinstance(own, list | tuple) else (own,))
 
     @property
     def loss(self) -> str:

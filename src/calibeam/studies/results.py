@@ -147,13 +147,23 @@ def _record(found: Found, baseline: Found | None) -> Record:
         "parameters": getattr(cost.size_at(found.folder.manifest["input_places"]["model"]), "parameters", None),
         "official_metric": metric,
         **official,
-        "tried": ", ".join(f"{name}={value:g}" for name, value in found.point.tried.items()),
+        "tried": ", ".join(f"{name}={value:g}" for name, value in _chosen(found).items()),
         "setting": result["setting"],
         "split": results["split"],
         "examples": results["examples"],
         "step": found.folder.path.name,
         "signature": result["signature"],
     }
+
+
+def _chosen(found: Found) -> dict[str, float]:
+    """Of what several were tried: by the study, or by the calibration itself, of learning rates that the row was to hold."""
+    chosen = dict(found.point.tried)
+    for step in cost.in_line(found.point.measured):
+        counts = json.loads((Path(step.config.output) / store.MANIFEST).read_text(encoding="utf-8"))["counts"]
+        if "learning_rate" in counts:
+            chosen["learning_rate"] = counts["learning_rate"]
+    return chosen
 
 
 def _change(found: Sequence[Found], baselines: Sequence[Found | None]) -> Record:
