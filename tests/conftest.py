@@ -35,6 +35,8 @@ from transformers import (
     PegasusForConditionalGeneration,
     T5Config,
     T5ForConditionalGeneration,
+    UMT5Config,
+    UMT5ForConditionalGeneration,
 )
 
 from calibeam.seq2seq import Seq2Seq, save
@@ -58,6 +60,7 @@ FAMILIES: dict[str, Callable[[int], Any]] = {
             vocab_size=v, decoder_start_token_id=0, tie_word_embeddings=False, feed_forward_proj="gated-gelu", **T5_SIZES, **IDS
         )
     ),
+    "mt5": lambda v: MT5ForConditionalGeneration(MT5Config(vocab_size=v, decoder_start_token_id=0, **T5_SIZES, **IDS)),
     "bart": lambda v: BartForConditionalGeneration(BartConfig(vocab_size=v, decoder_start_token_id=1, **SIZES, **IDS)),
     "mbart": lambda v: MBartForConditionalGeneration(MBartConfig(vocab_size=v, decoder_start_token_id=1, **SIZES, **IDS)),
     "pegasus": lambda v: PegasusForConditionalGeneration(PegasusConfig(vocab_size=v, decoder_start_token_id=0, **SIZES, **IDS)),
@@ -65,7 +68,7 @@ FAMILIES: dict[str, Callable[[int], Any]] = {
 }
 # Those that the engine does not know.
 STRANGERS: dict[str, Callable[[int], Any]] = {
-    "mt5": lambda v: MT5ForConditionalGeneration(MT5Config(vocab_size=v, decoder_start_token_id=0, **T5_SIZES, **IDS)),
+    "umt5": lambda v: UMT5ForConditionalGeneration(UMT5Config(vocab_size=v, decoder_start_token_id=0, **T5_SIZES, **IDS)),
     "m2m_100": lambda v: M2M100ForConditionalGeneration(M2M100Config(vocab_size=v, decoder_start_token_id=1, **SIZES, **IDS)),
 }
 

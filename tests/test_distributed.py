@@ -101,7 +101,7 @@ def work(**_):
     if also == "families":
         say(f"apart {max(map(apart, FAMILIES)):.0e}")
         try:
-            sharding.Sharded(tiny_model("mt5"), torch.float32)
+            sharding.Sharded(tiny_model("umt5"), torch.float32)
         except CalibeamError as error:
             say(error)
     for name, settings in json.loads(given):

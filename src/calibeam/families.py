@@ -1,6 +1,6 @@
 """How a family's encoder and decoder are built, in one form, so that the engine need not know which family it runs.
 
-T5, BART, mBART, PEGASUS and Marian. Nothing here is a copy of a layer: every part is the model's own.
+T5, mT5, BART, mBART, PEGASUS and Marian. Nothing here is a copy of a layer: every part is the model's own.
 """
 
 from __future__ import annotations
@@ -254,6 +254,10 @@ def _t5_head(model: Any) -> tuple[Tensor | None, float]:
     return None, model.model_dim**-0.5 if scaled else 1.0
 
 
+def _mt5_head(model: Any) -> tuple[Tensor | None, float]:
+    return None, 1.0  # it has a head of its own, and never scales
+
+
 class Family(NamedTuple):
     stack: Callable[[Any, Any], Stack]
     """Of the model's config and its encoder or decoder."""
@@ -262,4 +266,6 @@ class Family(NamedTuple):
 
 
 BART = Family(_bart, _bart_head)
-FAMILIES = {"t5": Family(_t5, _t5_head), "bart": BART, "mbart": BART, "pegasus": BART, "marian": BART}
+FAMILIES = {
+    "t5": Family(_t5, _t5_head), "mt5": Family(_t5, _mt5_head), "bart": BART, "mbart": BART, "pegasus": BART, "marian": BART,
+}  # fmt: skip

@@ -33,7 +33,7 @@ from conftest import sentence, tiny_model
 
 LENGTHS = {"max_source_length": 24, "max_target_length": 10}
 KNOWN = ["t5", "bart", "pegasus"]
-QUERIES = {"t5": "q", "bart": "q_proj", "pegasus": "q_proj", "mt5": "q", "m2m_100": "q_proj"}
+QUERIES = {"t5": "q", "bart": "q_proj", "pegasus": "q_proj", "umt5": "q", "m2m_100": "q_proj"}
 Make = Callable[..., Path]
 
 
@@ -155,7 +155,7 @@ def test_only_the_adapter_trains(family: str, places: Any, tmp_path: Path) -> No
             assert not change.any(), name
 
 
-@pytest.mark.parametrize("family", [*KNOWN, "mt5", "m2m_100"])
+@pytest.mark.parametrize("family", [*KNOWN, "umt5", "m2m_100"])
 @pytest.mark.parametrize("regularizer", ["kl", "kl_target_token"])
 def test_the_reference_is_the_model_without_the_adapter(family: str, regularizer: str, tokenizer: Any) -> None:
     """Exactly 0 before the first step, and afterwards what a copy of the model gives. The families the engine does
