@@ -216,11 +216,8 @@ def _takes_function(wanted: Any) -> bool:
 def _check(field: dataclasses.Field[Any], wanted: Any, value: Any) -> None:
     name, rules = field.name, field.metadata
     if not fits(value, wanted):
-        hint = (
-            f"; write it as [{value}]"
-            if typing.get_origin(wanted) is tuple and "," in str(value) and "[" not in str(value)
-            else ""
-        )
+        is_list = typing.get_origin(wanted) is tuple and isinstance(value, str) and "," in value
+        hint = f"; write it as [{value}]" if is_list else ""
         raise CalibeamError(f"{name} must be {describe(wanted)}, got {value!r}{hint}")
     if rules["choices"] is not None:
         allowed = list(rules["choices"]())

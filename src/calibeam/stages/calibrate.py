@@ -246,8 +246,9 @@ def _check_pairs(config: Config, most: int, all_tied: bool) -> None:
 
 def _with_agreement(figures: Mapping[str, float]) -> dict[str, float]:
     """With the share of pairs that likelihood orders as similarity does, as `score` has it; a half where there are none."""
-    *others, agreeing, pairs = figures.items()
-    return {**dict(others), "agreement": agreeing[1] / pairs[1] if pairs[1] else 0.5}
+    found = dict(figures)
+    agreeing, pairs = found.pop("agreeing"), found.pop("pairs")
+    return {**found, "agreement": agreeing / pairs if pairs else 0.5}
 
 
 def _drift(tokens: float, figures: Mapping[str, float]) -> float:

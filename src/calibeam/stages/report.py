@@ -218,10 +218,11 @@ def remarks(comparison: dict[str, Any], calibrated: store.Folder) -> list[str]:
     terminal at the end."""
     if is_unchanged(calibrated):
         outcome = "the adapter changes nothing" if exports_adapter(calibrated) else "the model is exported unchanged"
-        others = (
-            "Another learning_rate, pairs=all" if calibrated.manifest["settings"]["pairs"] != "all" else "Another learning_rate"
-        )
-        found = [f"Nothing changed: no step was better on validation, so {outcome}. {others} or a smaller beta may do better."]
+        pairs = "" if calibrated.manifest["settings"]["pairs"] == "all" else ", pairs=all"
+        found = [
+            f"Nothing changed: no step was better on validation, so {outcome}. "
+            f"Another learning_rate{pairs} or a smaller beta may do better."
+        ]
     else:
         found = [answer(comparison["rows"])]
     if heuristics := comparison["before"].get("heuristics_left_out"):
