@@ -264,6 +264,7 @@ def test_a_model_of_ones_own_becomes_a_checkpoint(family: str, tmp_path: Path, f
     check_generates_what_was_evaluated(tmp_path / "new", work)
     calibrated = json.loads((work / "calibrate" / store.MANIFEST).read_text())
     assert calibrated["counts"]["best_step"] > 0
+    assert "| loss | rank, beta 10.0, all pairs |" in card
     rate = calibrated["counts"]["learning_rate"]
     assert rate in calibrated["settings"]["learning_rate"] == [1e-3, 1e-4]
     assert f"| cross_entropy, lambda 1 |\n| learning rate, batch | {rate} of 0.001, 0.0001; 8 |" in card
