@@ -520,6 +520,11 @@ def test_the_answer_goes_by_significant_differences_only() -> None:
     assert report.answer(verdicts(none, none)).startswith("Not measurably: no significant difference in quality with any decoder")
 
 
+def test_the_card_has_no_margin_for_a_loss_without_one(run: Path) -> None:
+    card = (run / "model/README.md").read_text()
+    assert "\n| loss | reward |\n| regularizer | cross_entropy, lambda 1 |\n| learning rate, batch | 0.01; 6 |\n" in card
+
+
 def test_reliability_is_quality_by_rank_of_likelihood(run: Path, figures: dict[str, Any]) -> None:
     """With as many quantiles as candidates, a source that has all of them gives one to each."""
     for side, model in (("finetuned", "fine-tuned"), ("calibrated", "calibrated")):
