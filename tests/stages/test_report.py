@@ -541,23 +541,18 @@ def test_reliability_is_quality_by_rank_of_likelihood(run: Path, figures: dict[s
 
 
 def test_reliability_takes_one_value_of_each_source(run: Path, figures: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the less likely half of its candidates, and of the other: they are not independent. Of three, the middle one is in the
-    upper half."""
+    """In each part: of the less likely half of its four candidates, and of the other, for they are not independent."""
     monkeypatch.setattr(report, "QUANTILES", 2)
     folders = [store.read(run / "evaluate" / side, "evaluate") for side in ("finetuned", "calibrated")]
-    for setting, upper in (("beam 4", 2), ("beam 3", 1)):
-        rows = [row for row in figures["rows"] if row["setting"] == setting]
-        if not rows:
-            continue
-        found = [p for p in report.reliability({"rows": rows}, *folders) if (p["kind"], p["model"]) == ("rouge", "calibrated")]
-        halves: list[list[float]] = [[], []]
-        for row in candidates(run, "calibrated", setting).values():
-            quality = [value for _, value in sorted(zip(row["log_p"], row["rouge"], strict=True), key=lambda pair: pair[0])]
-            for half, part in zip(halves, (quality[:upper], quality[upper:]), strict=True):
-                half.append(100 * (np.mean(part) - np.mean(quality)))
-        assert [point["quality"] for point in found] == pytest.approx([np.mean(values) for values in halves], abs=1e-6)
-        half_widths = [1.96 * np.std(values, ddof=1) / np.sqrt(len(values)) for values in halves]
-        assert [point["high"] - point["quality"] for point in found] == pytest.approx(half_widths, abs=1e-6)
+    found = [p for p in report.reliability(figures, *folders) if (p["kind"], p["model"]) == ("rouge", "calibrated")]
+    halves: list[list[float]] = [[], []]
+    for row in candidates(run, "calibrated", "beam 4").values():
+        quality = [value for _, value in sorted(zip(row["log_p"], row["rouge"], strict=True), key=lambda pair: pair[0])]
+        for half, part in zip(halves, (quality[:2], quality[2:]), strict=True):
+            half.append(100 * (np.mean(part) - np.mean(quality)))
+    assert [point["quality"] for point in found] == pytest.approx([np.mean(values) for values in halves], abs=1e-6)
+    half_widths = [1.96 * np.std(values, ddof=1) / np.sqrt(len(values)) for values in halves]
+    assert [point["high"] - point["quality"] for point in found] == pytest.approx(half_widths, abs=1e-6)
 
 
 def test_lengths_are_shares_of_all_outputs(figures: dict[str, Any], examples: list[Example]) -> None:
