@@ -175,18 +175,8 @@ def test_a_length_of_0_is_refused(tmp_path: Path) -> None:
 
 def test_a_checkpoint_and_its_stages_in_one_folder_are_refused(tmp_path: Path) -> None:
     """The run's own model folder beside the stages is where it is without --output."""
-    given = (
-        "--model",
-        "m",
-        "--train",
-        "t.jsonl",
-        "--validation",
-        "v.jsonl",
-        "--max-source-length",
-        "8",
-        "--max-target-length",
-        "8",
-    )
+    given = ("--model", "m", "--train", "t.jsonl", "--validation", "v.jsonl", "--max-source-length", "8",
+             "--max-target-length", "8")  # fmt: skip
     for output, work in (("new", "new"), ("new", "new/work"), ("new/work/score", "new/work")):
         told = refused("calibrate-model", *given, "--output", output, "--work", work, cwd=tmp_path)
         assert re.search(rf"^error: \w+ writes .* export writes {output}: none can be inside the other|both write", told)

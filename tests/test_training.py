@@ -406,6 +406,8 @@ def test_a_model_that_is_broken_is_told_by_its_search(data: Path, model_folder: 
     config = finetune.Config(data=str(data), model="", output="unused", **LENGTHS)
     with pytest.raises(DivergedError, match="the search finds no output for row-10"):
         evaluate.Validation(model, examples, config).measure("rouge")
+    with pytest.raises(DivergedError, match="the search finds no output for a"):
+        decode.decode_all(model, ["a"], [[5, 1]], {"num_candidates": 2, "max_new_tokens": 4}, seed=0, description="")
 
 
 def test_a_calibration_shows_what_it_does_as_it_goes(scored: dict[str, str], capsys: pytest.CaptureFixture[str]) -> None:

@@ -21,7 +21,7 @@ from typing import Annotated, Any
 import typer
 
 import calibeam
-from calibeam import display, distributed, functions, pipeline, recipe, signals, stages
+from calibeam import display, distributed, functions, pipeline, recipe, signals, stages, store
 from calibeam.presets import PRESETS
 from calibeam.records import CalibeamError
 
@@ -294,7 +294,7 @@ def calibrate_model(
     if not output.name:
         raise CalibeamError(f"--output must name a folder to make, got '{output}'")
     place = work or output.with_name(f"{output.name}-work")
-    if reuse and (missing := [name for name in REUSED if not (reuse / name / "manifest.json").is_file()]):
+    if reuse and (missing := [name for name in REUSED if not (reuse / name / store.MANIFEST).is_file()]):
         raise CalibeamError(f"--reuse {reuse} is not the -work folder of another run: it has no finished {missing[0]}")
     shared = {name: {"output": str(reuse / name)} if reuse else {} for name in REUSED}
     tables: dict[str, Any] = {

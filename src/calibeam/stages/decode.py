@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from calibeam import display, shards, store
 from calibeam.paper.decoding import DECODERS
 from calibeam.recipe import LENGTHS, ModelStageConfig, StageConfig, option
-from calibeam.records import CalibeamError
+from calibeam.records import CalibeamError, DivergedError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -227,6 +227,11 @@ def decode_sources(
     for number, tokens, log_p in search.stream(task, order, len(order), source_length, batch, noise, batch_size):
         lengths = sequence_mask(tokens, task.ids.eos).sum(-1).tolist()
         outputs = [tuple(row[:length]) for row, length in zip(tokens.tolist(), lengths, strict=True)]
+        if not outputs:
+            raise DivergedError(
+                f"the search finds no output for {sources[number][0]}: what the model computes is no number. "
+                "If it is in training, a lower learning rate may help"
+            )
         found = _merge(tuned, outputs, log_p.tolist())
         for same in alike[number]:
             rows[same] = {"id": sources[same][0], **found}

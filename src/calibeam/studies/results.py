@@ -159,7 +159,7 @@ def _record(found: Found, baseline: Found | None) -> Record:
 def _chosen(found: Found) -> dict[str, float]:
     """Of what several were tried: by the study, or by the calibration itself, of learning rates that the row was to hold."""
     chosen = dict(found.point.tried)
-    for step in cost.in_line(found.point.measured):
+    for step in (each for each in cost.in_line(found.point.measured) if each.stage == "calibrate"):
         counts = json.loads((Path(step.config.output) / store.MANIFEST).read_text(encoding="utf-8"))["counts"]
         if "learning_rate" in counts:
             chosen["learning_rate"] = counts["learning_rate"]
